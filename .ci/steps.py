@@ -237,7 +237,7 @@ tests -n 2 tests/commands/test_magics.py tests/end_to_end/test_failures.py
         "oldest",
         "the oldest versions: forks, environments, values",
         """
-stack 3.10 2.4.1 tests/requirements/floor.txt
+stack 3.10 2.7.1 tests/requirements/floor.txt
 tests -n 2 tests/engines/process/test_forking.py tests/transport/test_payload.py \
     tests/transport/test_result_pickler.py tests/worker/test_rank_environment.py
 """,
@@ -303,7 +303,7 @@ tests -k too_old tests/hangs/test_stack_dumps.py
                 "oldest-whole",
                 "the oldest versions",
                 "3.10",
-                "2.4.1",
+                "2.7.1",
                 "tests/requirements/floor.txt",
                 "dry_run",
                 "",

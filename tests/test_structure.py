@@ -144,11 +144,13 @@ TESTED_TOGETHER = {
     "system/processes": "system/test_host.py",
     "system/source_files": "transport/test_exceptions.py",
     "hangs/failures": "transport/test_exceptions.py",
+    "hangs/limits": "hangs/test_watchdog.py",
     "tracking/[er]*": "tracking/test_state.py",  # events in, the picture out
     "transport/*": "transport/test_payload.py",
     "ui/board/*": "ui/board/test_board.py",  # the whole board, read as a browser would
     "ui/displays/*": "ui/displays/test_select.py",  # through a real kernel
     "ui/*": "tracking/test_state.py",
+    "worker/limits": "worker/observers/test_training_meter.py",
     "worker/rank_sides": "test_part.py",
     "worker/hooks/*": "worker/hooks/test_hooks.py",
     "worker/observers/*": "worker/observers/test_training_meter.py",

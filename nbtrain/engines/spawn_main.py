@@ -37,7 +37,7 @@ def be_rank(order: dict[str, Any]) -> int:
     sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
     faulthandler.enable(file=2)
-    stack_dumps.answer_with_stacks(folder, order["rank"])  # now: an import may hang, too
+    stack_dumps.register_for_stacks(folder, order["rank"])  # now: an import may hang, too
     plan, classes = _load(order)
     job = Job(
         plan=plan,

@@ -1,4 +1,4 @@
-"""Finds out whether ranks that report nothing are working, by their use of CPU and files."""
+"""Finds out whether ranks that report nothing are working, from their use of CPU and files."""
 
 from __future__ import annotations
 
@@ -8,84 +8,74 @@ from pathlib import Path
 
 from ..tracking import events as ev
 from ..tracking.state import RankState, RunState
-
-IDLE = 0.05
-"""Cores: a rank that uses less, its children included, does nothing."""
-
-READ_OR_WRITTEN = 1 << 20
-"""Bytes that a rank which does nothing reads and writes at most."""
-
-
-DEPTH = 20
-"""Generations of processes that a rank starts which are found."""
-
-CALM = 30.0
-"""Seconds for which ranks do nothing, before that is said of them."""
+from . import limits
 
 
 class Activity:
-    """Remembers, for each rank, when it last used the CPU; files are looked at when asked.
+    """Remembers when each rank last used the CPU, and compares CPU time and file I/O on each call.
 
-    The sampler measures a rank at most as often as its share of the launcher's time allows, which
-    for large processes on a busy host is once in minutes: so the processor time is asked for, too.
+    The sampler's measurements are not enough: it spends a fixed share of the launcher's time, so on
+    a busy host with large processes it measures a rank once in minutes.
     """
 
     def __init__(self) -> None:
-        self._busy: dict[int, float] = {}
-        self._bytes: dict[int, int] = {}
-        self._seconds: dict[int, float] = {}
-        self._asked = self._begun = 0.0
-        self._spent: dict[int, float] = {}
-        self._looked = 0.0
+        self._busy_at: dict[int, float] = {}
+        self._io_bytes: dict[int, int] = {}
+        self._cpu_seconds: dict[int, float] = {}
+        self._checked_at = self._idle_since = 0.0
+        self._compile_cpu_seconds: dict[int, float] = {}
+        self._compile_checked_at = 0.0
 
     def observe(self, event: ev.Resources, now: float) -> None:
-        """Take note of a measurement."""
-        if event.cpu is not None and event.cpu >= IDLE:
-            self._busy[event.rank] = now
+        """Take a measurement of the sampler."""
+        if event.cpu is not None and event.cpu >= limits.IDLE_CPU_CORES:
+            self._busy_at[event.rank] = now
 
-    def are_at_rest(self, ranks: Sequence[RankState], state: RunState, now: float) -> bool:
-        """Whether ranks have done nothing for `CALM` seconds; to be asked now and then.
+    def are_idle(self, ranks: Sequence[RankState], state: RunState, now: float) -> bool:
+        """Whether all ranks have been idle for `IDLE_WINDOW_S`, as seen in repeated calls.
 
-        False where that is not known: on another host, or in a process that is gone.
+        False if that is unknown: a rank runs on another host, or its process has ended.
         """
         pids = {r.rank: r.pid for r in ranks if r.pid is not None and not r.node}
-        used, seconds = _bytes_used(pids), _seconds_used(pids)
+        io_bytes, cpu_seconds = _io_bytes(pids), _cpu_seconds(pids)
         names = {r.rank for r in ranks}
-        known = used.keys() == seconds.keys() == self._bytes.keys() == self._seconds.keys() == names
-        limit = IDLE * (now - self._asked)
-        calm = known and all(
-            used[rank] - self._bytes[rank] <= READ_OR_WRITTEN
-            and seconds[rank] - self._seconds[rank] < limit
-            and self._busy.get(rank, 0.0) <= self._begun
+        measured = (io_bytes, cpu_seconds, self._io_bytes, self._cpu_seconds)
+        min_cpu_s = limits.IDLE_CPU_CORES * (now - self._checked_at)
+        is_idle = all(each.keys() == names for each in measured) and all(
+            io_bytes[rank] - self._io_bytes[rank] <= limits.MAX_IDLE_IO_BYTES
+            and cpu_seconds[rank] - self._cpu_seconds[rank] < min_cpu_s
+            and self._busy_at.get(rank, 0.0) <= self._idle_since
             for rank in names
         )
-        self._seconds, self._asked = seconds, now
-        if not calm or any(gpu[-1] for gpu in (state.host.gpus if state.host else ())):
-            self._bytes, self._begun = used, now
-        return now - self._begun >= CALM
+        self._cpu_seconds, self._checked_at = cpu_seconds, now
+        if not is_idle or any(gpu[-1] for gpu in (state.host.gpus if state.host else ())):
+            self._io_bytes, self._idle_since = io_bytes, now
+        return now - self._idle_since >= limits.IDLE_WINDOW_S
 
-    def have_worked(self, ranks: Sequence[RankState], now: float, every: float) -> bool:
-        """Whether one of the ranks used the CPU since the last look, `every` s before; no between.
+    def have_worked(self, ranks: Sequence[RankState], now: float, interval_s: float) -> bool:
+        """Whether a rank used the CPU since the last check; False until `interval_s` have passed.
 
-        Of a rank on another host that is known by what is measured there.
+        For ranks on other hosts, the measurements of their sampler decide.
         """
-        since = self._looked
-        if now - since < every:
+        since = self._compile_checked_at
+        if now - since < interval_s:
             return False
-        before, self._looked = self._spent, now
-        self._spent = _seconds_used({r.rank: r.pid for r in ranks if r.pid and not r.node})
-        least = IDLE * (now - since)
-        return any(self._busy.get(r.rank, 0.0) > since for r in ranks) or any(
-            seconds - before.get(rank, seconds) >= least for rank, seconds in self._spent.items()
+        before, self._compile_checked_at = self._compile_cpu_seconds, now
+        pids = {r.rank: r.pid for r in ranks if r.pid and not r.node}
+        self._compile_cpu_seconds = _cpu_seconds(pids)
+        min_cpu_s = limits.IDLE_CPU_CORES * (now - since)
+        return any(self._busy_at.get(r.rank, 0.0) > since for r in ranks) or any(
+            seconds - before.get(rank, seconds) >= min_cpu_s
+            for rank, seconds in self._compile_cpu_seconds.items()
         )
 
-    def forget(self) -> None:
-        """Begin again: the ranks moved."""
-        self._bytes = {}
+    def reset(self) -> None:
+        """Start the idle window again, because a rank made progress."""
+        self._io_bytes = {}
 
 
-def _bytes_used(pids: Mapping[int, int]) -> dict[int, int]:
-    """Return what processes have read and written so far, for those that this host shows."""
+def _io_bytes(pids: Mapping[int, int]) -> dict[int, int]:
+    """Return the bytes that each process has read and written, without those not on this host."""
     used: dict[int, int] = {}
     for rank, pid in pids.items():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -94,8 +84,8 @@ def _bytes_used(pids: Mapping[int, int]) -> dict[int, int]:
     return used
 
 
-def _seconds_used(pids: Mapping[int, int]) -> dict[int, float]:
-    """Return the processor time of processes and all that they started, for those that are here."""
+def _cpu_seconds(pids: Mapping[int, int]) -> dict[int, float]:
+    """Return the CPU time of each process and its descendants, without those not on this host."""
     import psutil
 
     processes = {p.pid: p for p in psutil.process_iter(["ppid"])}
@@ -103,12 +93,12 @@ def _seconds_used(pids: Mapping[int, int]) -> dict[int, float]:
     used = dict.fromkeys(rank_of.values(), 0.0)
     for pid, process in processes.items():
         ancestor: int | None = pid
-        for _ in range(DEPTH):
+        for _ in range(limits.MAX_PROCESS_GENERATIONS):
             if ancestor in rank_of or ancestor not in processes:
                 break
             ancestor = processes[ancestor].info["ppid"]
         if ancestor in rank_of:
             with contextlib.suppress(psutil.Error):  # it has just ended
-                # With those of children that have ended: a compiler may be started for each file.
+                # `cpu_times` includes children that have ended, such as a compiler for each file.
                 used[rank_of[ancestor]] += sum(process.cpu_times()[:4])
     return used

@@ -1,4 +1,4 @@
-"""Reads from PyTorch's flight recorders which collectives a rank is in, and was in."""
+"""Reads PyTorch's flight recorders: which collectives a rank is in, and which came before."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 from ..system.files import read_regular
 from ..tracking.run_folder import RunFolder
 
-SAME = (
+SAME_ORDER_ADVICE = (
     "Every rank must call the same collectives in the same order: look for an `if` that only "
     "some ranks enter, or a loop that ends earlier on one"
 )
-"""What to do where ranks call different collectives."""
+"""The advice if ranks call different collectives."""
 
-DEFAULT = "default_pg"
-ON_NCCL = " on NCCL"
-"""Ends the name of a group's NCCL part, which counts by itself where the group has gloo, too."""
+DEFAULT_GROUP = "default_pg"
+NCCL_SUFFIX = " on NCCL"
+"""Marks the NCCL half of a group that has gloo, too: the two halves number collectives apart."""
 
 RECORDERS = ("fr_trace_json", "dump_nccl_trace_json")
-"""torch's recorders of a process: NCCL has its own, which a torch for CPUs lacks."""
+"""torch's recorders in a process: gloo's, and NCCL's, which a CPU build lacks."""
 
-_BETWEEN = b"\0"
-"""Stands between the answers of two recorders: no JSON has it."""
+_SEPARATOR = b"\0"
+"""Stands between the replies of two recorders; JSON never contains it."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Collective:
     """One rank's part in a collective."""
 
     group: str
-    """The name of its process group; members are not recorded."""
+    """The name of the process group; the record does not list its members."""
     number: int
-    """Counted within the group."""
+    """Counted within the group, from 1."""
     name: str
     shape: tuple[int, ...] | None = None
-    """Of the first input."""
-    pending: bool = False
+    """The shape of the first input."""
+    is_pending: bool = False
     began: float = 0.0
     """Seconds since the epoch."""
-    point: bool = False
-    """Whether it is between two ranks alone."""
-    timeout: float = math.inf
-    """Seconds after which it ends with an error."""
+    is_p2p: bool = False
+    """Whether it is a send or a receive."""
+    timeout_s: float = math.inf
+    """torch raises an error in the rank after so long."""
 
     @property
     def label(self) -> str:
@@ -60,18 +60,18 @@ class Collective:
 
     @property
     def needs_all(self) -> bool:
-        """Whether no rank is through before every rank of the group has joined."""
+        """Whether a rank leaves it only after every rank of the group has joined."""
         return self.name.startswith(("all", "barrier", "_all", "reduce_scatter"))
 
-    def like(self, other: Collective) -> bool:
-        """Whether two ranks' parts may belong together."""
-        symmetric = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")
-        # A rank that had less to gather than others goes on, and those wait for the rest.
-        symmetric |= "all_gather" in self.name and self.pending != other.pending
-        return self.name == other.name and (self.has_size_of(other) or not symmetric)
+    def matches(self, other: Collective) -> bool:
+        """Whether the parts of two ranks can belong to one collective."""
+        needs_one_size = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")
+        # A rank that gathers fewer values than the others returns, and the others wait for more.
+        needs_one_size |= "all_gather" in self.name and self.is_pending != other.is_pending
+        return self.name == other.name and (self._has_size_of(other) or not needs_one_size)
 
-    def has_size_of(self, other: Collective) -> bool:
-        """Whether as many values are in it, as far as that is known."""
+    def _has_size_of(self, other: Collective) -> bool:
+        """Whether both have the same number of values; True if one shape is unknown."""
         if self.shape is None or other.shape is None:
             return True
         return math.prod(self.shape) == math.prod(other.shape)
@@ -79,92 +79,91 @@ class Collective:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The answer of one rank's recorder."""
+    """What one rank's recorders contain."""
 
     by_group: Mapping[str, tuple[Collective, ...]] = field(default_factory=dict)
-    """Its last collectives, oldest first."""
+    """The latest collectives of each group, oldest first."""
 
-    def last(self, group: str) -> int:
-        """Return the number of the last collective that the rank began in a group; 0: none."""
+    def last_number(self, group: str) -> int:
+        """Return the number of the last collective that the rank began in a group, else 0."""
         return max((c.number for c in self.by_group.get(group, ())), default=0)
 
-    def at(self, group: str, number: int) -> Collective | None:
-        """Return a collective by its number, if it is still remembered."""
+    def find(self, group: str, number: int) -> Collective | None:
+        """Return a collective by its number if the recorder still has it."""
         return next((c for c in self.by_group.get(group, ()) if c.number == number), None)
 
     @property
     def pending(self) -> Collective | None:
         """The collective that the rank has been in for longest."""
-        pending = (c for cs in self.by_group.values() for c in cs if c.pending)
+        pending = (c for cs in self.by_group.values() for c in cs if c.is_pending)
         return min(pending, key=lambda c: c.began, default=None)
 
 
-def parse(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
-    """Read a dump (``version`` 2.x, as torch 2.11 and 2.13 write it); None for what is none.
+def parse_dump(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
+    """Read a dump (``version`` 2.x, as torch 2.11 and 2.13 write it), or return None.
 
-    What was recorded before `since` is not the rank's: it inherited it with the kernel's memory, or
-    it is of a default group that was left, which is named as the new one is.
+    Entries from before `since` (seconds since the epoch) are left out. A fork inherits the kernel's
+    entries, and a default group that was left has the name of the next one.
     """
+    data = text.encode() if isinstance(text, str) else text
     try:
-        dumps = [json.loads(part) for part in _bytes(text).split(_BETWEEN)]
+        dumps = [json.loads(part) for part in data.split(_SEPARATOR)]
         if not all("version" in dump for dump in dumps):
             return None
         by_group: dict[str, list[Collective]] = {}
-        # Before its first collective, a recorder has no entries.
+        # A recorder has no "entries" before its first collective.
         entries = [entry for dump in dumps for entry in dump.get("entries", ())]
         entries.sort(key=lambda entry: int(entry["time_created_ns"]))
         groups = [e["process_group"] for e in entries]
-        # A default group that was formed anew counts from 1 again, and has another name.
-        latest = next((name for name, of in reversed(groups) if of == DEFAULT), None)
-        _retire(entries)
+        # A second default group counts from 1 again, under another name.
+        latest = next((name for name, kind in reversed(groups) if kind == DEFAULT_GROUP), None)
+        _retire_nccl(entries)
         for entry in entries:
-            collective, (name, of) = _collective(entry), entry["process_group"]
-            if collective.began >= since and (of != DEFAULT or name == latest):
+            collective, (name, kind) = _collective(entry), entry["process_group"]
+            if collective.began >= since and (kind != DEFAULT_GROUP or name == latest):
                 by_group.setdefault(collective.group, []).append(collective)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return FlightRecord({group: tuple(those) for group, those in by_group.items()})
 
 
-def _retire(entries: list[dict[str, Any]]) -> None:
-    """Retire what NCCL has done: a batch of sends never is (torch issue 137969).
+def _retire_nccl(entries: list[dict[str, Any]]) -> None:
+    """Mark NCCL entries as retired if a later one of their group is.
 
-    What a group began before something that is over is over, too.
+    NCCL never retires a batch of sends (torch issue 137969).
     """
-    done = set[str]()
+    retired_groups = set[str]()
     for entry in reversed(entries):
         if str(entry["profiling_name"]).startswith("nccl:"):
             group = str(entry["process_group"])
-            entry["retired"] = bool(entry["retired"] or group in done)
-            done |= {group} if entry["retired"] else set()
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
+            entry["retired"] = bool(entry["retired"] or group in retired_groups)
+            retired_groups |= {group} if entry["retired"] else set()
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
     name, description = entry["process_group"]
-    point = bool(entry.get("is_p2p"))
+    is_p2p = bool(entry.get("is_p2p"))
     backend, _, call = str(entry["profiling_name"]).rpartition(":")
-    group = DEFAULT if description == DEFAULT else str(name)
-    group += ON_NCCL if backend == "nccl" else ""
+    group = DEFAULT_GROUP if description == DEFAULT_GROUP else str(name)
+    group += NCCL_SUFFIX if backend == "nccl" else ""
     sizes = entry.get("input_sizes") or []
     return Collective(
-        group=f"{group}, point to point" if point else group,
-        number=int(entry["p2p_seq_id" if point else "collective_seq_id"]),
+        group=f"{group}, point to point" if is_p2p else group,
+        number=int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"]),
         name=call,
         shape=tuple(sizes[0]) if sizes else None,
-        pending=not entry["retired"],
+        is_pending=not entry["retired"],
         began=int(entry["time_created_ns"]) / 1e9,
-        point=point,
-        timeout=int(entry.get("timeout_ms") or 0) / 1000 or math.inf,
+        is_p2p=is_p2p,
+        timeout_s=int(entry.get("timeout_ms") or 0) / 1000 or math.inf,
     )
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
+    """HTTP through a socket file. A path may be too long for a socket, so the folder is opened."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
@@ -173,27 +172,29 @@ class _UnixConnection(http.client.HTTPConnection):
         if sys.platform != "linux":
             self.sock.connect(str(self._path))
             return
-        folder = os.open(self._path.parent, os.O_RDONLY)  # its path may be too long for a socket
+        folder = os.open(self._path.parent, os.O_RDONLY)
         try:
             self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
         finally:
             os.close(folder)
 
 
-def ask(folder: RunFolder, ranks: Collection[int], patience: float) -> dict[int, FlightRecord]:
-    """Return the answers of ranks' recorders, within about `patience` seconds."""
-    deadline = time.monotonic() + patience
+def read_recorders(
+    folder: RunFolder, ranks: Collection[int], timeout_s: float
+) -> dict[int, FlightRecord]:
+    """Return the records of the ranks that reply within about `timeout_s`, by rank."""
+    deadline = time.monotonic() + timeout_s
     if folder.questions.exists():
-        return _ask_remote(folder.asked, ranks, deadline)
+        return _read_remote_recorders(folder.asked, ranks, deadline)
     records: dict[int, FlightRecord] = {}
     for rank in ranks:
         left = deadline - time.monotonic()
-        if left > 0 and (record := fetch(folder.recorder(rank), left / 2)) is not None:
+        if left > 0 and (record := read_recorder(folder.recorder(rank), left / 2)) is not None:
             records[rank] = record
     return records
 
 
-def _ask_remote(
+def _read_remote_recorders(
     folder: RunFolder, ranks: Collection[int], deadline: float
 ) -> dict[int, FlightRecord]:
     for rank in ranks:
@@ -204,40 +205,39 @@ def _ask_remote(
         for rank in set(ranks) - records.keys():
             path = folder.recorded(rank)
             if path.exists():
-                records[rank] = parse(read_regular(path), path.stat().st_mtime) or FlightRecord()
+                record = parse_dump(read_regular(path), path.stat().st_mtime)
+                records[rank] = record or FlightRecord()
         time.sleep(0.01)
     return records
 
 
-def fetch(path: Path, timeout: float) -> FlightRecord | None:
-    """Ask a rank's recorders through their socket; None where there is no answer.
+def read_recorder(socket_path: Path, timeout_s: float) -> FlightRecord | None:
+    """Return the record of one rank, or None if it does not reply; see `fetch_dump`."""
+    reply = fetch_dump(socket_path, timeout_s)
+    return parse_dump(*reply) if reply is not None else None
 
-    `timeout` seconds for each wait, of which there are two for a recorder.
+
+def fetch_dump(socket_path: Path, timeout_s: float) -> tuple[bytes, float] | None:
+    """Return the dump of a rank's recorders, and the time before which no entry is its own.
+
+    `timeout_s` is for each wait, two per recorder. Raises nothing: returns None if the first
+    recorder does not reply.
     """
-    answer = dump(path, timeout)
-    return parse(*answer) if answer is not None else None
-
-
-def dump(path: Path, timeout: float) -> tuple[bytes, float] | None:
-    """Return the recorders' answers, and the time before which nothing is the rank's; see `fetch`.
-
-    Raises nothing: None where the first recorder gives no answer.
-    """
-    answers = []
+    replies = []
     try:
-        since = path.stat().st_mtime
+        since = socket_path.stat().st_mtime
         for recorder in RECORDERS:
-            answers += _post(path, f"/handler/{recorder}", timeout)
+            replies += _post(socket_path, f"/handler/{recorder}", timeout_s)
     except (OSError, http.client.HTTPException):
         pass
-    return (_BETWEEN.join(answers), since) if answers else None
+    return (_SEPARATOR.join(replies), since) if replies else None
 
 
-def _post(path: Path, question: str, timeout: float) -> list[bytes]:
-    """Return an answer; nothing if there is no such recorder."""
-    connection = _UnixConnection(path, timeout)
+def _post(socket_path: Path, url: str, timeout_s: float) -> list[bytes]:
+    """Return the reply in a list, which is empty if the process has no such recorder."""
+    connection = _UnixConnection(socket_path, timeout_s)
     try:
-        connection.request("POST", question)
+        connection.request("POST", url)
         reply = connection.getresponse()
         return [reply.read()] if reply.status == 200 else []
     finally:

@@ -13,13 +13,13 @@ from ..tracking.state import ECHO_OF_JAX, ECHOES, RankState, RunState, is_second
 from ..transport.exceptions import CapturedException, restore, set_notes
 
 NO_GRADIENT = "no gradient"
-"""The code of the evidence that names parameters, where the exception has their numbers alone."""
+"""Code of evidence: names the parameters for which the exception has only numbers."""
 
 FRESH_WORKER = "fresh worker"
-"""The code of evidence that a DataLoader's worker had nothing of the notebook."""
+"""Code of evidence: a DataLoader worker was spawned, so it had none of the notebook's objects."""
 
 LOADER_WORKER, DISK_FULL, FORK_REFUSED = "data loader worker", "disk full", "fork refused"
-"""The codes of evidence that says what a failure is; kinds of `FailureReport`."""
+"""Codes of evidence that are also kinds of `FailureReport`."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Failure:
     rank: int
     time: float
     error: CapturedException | None = None
-    """The exception; None where the process died."""
+    """The exception; None if the process died."""
     returncode: int | None = None
-    """How the process died: an exit code, or negative, a signal."""
+    """An exit code, or a negative signal number, if the process died."""
     log: str = ""
     description: str = ""
-    """Replaces the return code's sentence where that would mislead: the launcher ended a rank that
-    was failing already."""
+    """Replaces the return code's sentence if it would mislead: the launcher killed a rank that had
+    already failed."""
 
     @property
     def is_secondary(self) -> bool:
-        """Whether this looks like the consequence of another rank's failure."""
-        if self.error is None:  # native code may end a rank over it
+        """Whether another rank's failure probably caused this one."""
+        if self.error is None:  # native code may abort a rank that has lost its peers
             text = self.log.lower()
             is_native = "terminate called" in text or "watchdog" in text
             is_echo = is_native and any(echo in text for echo in ECHOES)
@@ -56,19 +56,19 @@ class Failure:
         return self.description or describe_returncode(self.returncode)
 
 
-def headline(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that caused the others: the earliest that is no echo."""
+def find_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that caused the others: the earliest primary one."""
     return min(failures, key=lambda f: (f.is_secondary, f.time, f.rank))
 
 
-def causes(state: RunState) -> list[RankState]:
-    """Return the ranks whose failure is no echo of another's; else all that failed."""
+def find_causes(state: RunState) -> list[RankState]:
+    """Return the ranks that failed by themselves, or all failed ranks if each lost its peers."""
     failed = [rank for rank in state.ranks if rank.status in ("failed", "failing")]
     return [rank for rank in failed if not rank.has_lost_peers] or failed
 
 
 def describe_returncode(returncode: int | None) -> str:
-    """Describe how a process ended."""
+    """Describe in a few words how a process ended."""
     if returncode is None:
         return "ended, and other code in this process collected its exit code (os.wait, SIGCHLD)"
     if returncode == 0:
@@ -96,16 +96,16 @@ def to_exception(
 ) -> BaseException:
     """Return what the notebook raises: the rank's own exception, or `RankDied`.
 
-    `cells` are the names of cells by their files, for the calls that `faulthandler` has listed.
+    `cells` maps the files of cells to their names, which replace them in a stack of `faulthandler`.
     """
 
-    def name(call: re.Match[str]) -> str:
+    def name_cell(call: re.Match[str]) -> str:
         return f"  {cells[call[1]]}" if call[1] in cells else call[0]
 
     if failure.error is not None:
         error = restore(failure.error)
     else:
-        log, code = _CALL.sub(name, failure.log.rstrip()), failure.returncode
+        log, code = _CALL.sub(name_cell, failure.log.rstrip()), failure.returncode
         printed = f"Its last output:\n{log}" if log else "It had printed nothing."
         error = RankDied(
             f"rank {failure.rank} {failure.summary}. {printed}",

@@ -1,8 +1,8 @@
 """Reads where ranks are now: a signal makes each rank write its Python stacks to a file.
 
-Needs nothing of the kernel that launched the run, and nothing of the rank's Python: a rank that
-spins with the GIL held, or waits in C, answers too. First each rank gets a signal that its Python
-answers, since reading its stacks while they change can crash it (see `stack_dumps`).
+This works from any process, and also for a rank that holds the GIL or waits in C. Each rank first
+gets the signal that its Python handles, because reading stacks while they change can crash the rank
+(see `stack_dumps`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,14 @@ from ..system.processes import process_identity
 from ..system.source_files import RANK_BODY, is_library, is_own
 from ..system.text import shorten
 from ..tracking.run_folder import RunFolder
-
-PATIENCE = 0.5
-"""Seconds that ranks have to answer; most take a millisecond."""
-
-FAR = 3.0
-"""The same where ranks are on other hosts."""
-
-COURTESY = 0.25
-"""Seconds that a rank has to answer with Python, before it is urged to answer without."""
-
-WORKERS = 16
-"""Processes of a rank's DataLoader that are asked."""
+from . import limits
 
 _SLEEPS_IN_CPP = re.compile("(230|115) 0x0 0x0 ")
-"""How `/proc` shows C++'s ``sleep_for`` on x86-64 and ARM; a sleep of Python's is another."""
+"""How `/proc` shows C++'s ``sleep_for`` on x86-64 and ARM. Python's sleep is another call."""
 
-_LOCKS = re.compile(r"\.get\(\)|\.acquire\(|^with [\w.]+:")
-"""The lines in which Python waits in C for a thread: of a `SimpleQueue` or a lock. Others are
-calls of Python's own `threading`, as those of `queue` and `concurrent.futures` are."""
+_LOCK_CALLS = re.compile(r"\.get\(\)|\.acquire\(|^with [\w.]+:")
+"""Lines that wait in C for a thread, on a `SimpleQueue` or a lock. All other waits, such as those
+of `queue` and `concurrent.futures`, are in Python's `threading` module."""
 
 _LINE = re.compile(r", line \d+ in ")
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -57,7 +46,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 @dataclass(frozen=True)
 class StackFrame:
-    """A call that goes on."""
+    """One call on a stack."""
 
     file: str
     """A path, or a cell: ``In[5]``."""
@@ -68,7 +57,7 @@ class StackFrame:
 
     @property
     def is_library(self) -> bool:
-        """Whether the line is of an installed package, of Python's library or of nbtrain."""
+        """Whether the file belongs to an installed package, to Python or to nbtrain."""
         return is_library(self.file)
 
     @property
@@ -84,51 +73,52 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class RankStack:
-    """The Python stacks of one rank, each with its innermost frame first."""
+    """The Python stacks of one rank, innermost frame first."""
 
     rank: int
     pid: int | None = None
     frames: tuple[StackFrame, ...] = ()
-    """Of the main thread."""
+    """The stack of the main thread."""
     threads: tuple[tuple[StackFrame, ...], ...] = ()
-    """Of the other threads."""
+    """The stacks of the other threads."""
     workers: tuple[tuple[StackFrame, ...], ...] = ()
-    """Of the main threads of its DataLoader's processes, where it waits for these."""
+    """The main threads of its DataLoader's worker processes, if the rank waits for them."""
     trouble: str = ""
-    """Why there are no stacks."""
+    """Why the stacks are unknown."""
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What it has none of, as it was forked: ``threads`` of the notebook, by their names, and those
-    of ``libraries``, their packages."""
+    """What the fork did not copy: names of the notebook's ``threads``, and the packages of
+    ``libraries`` that had threads."""
 
     @property
     def location(self) -> StackFrame | None:
-        """The user's own line that the rank is at; else the innermost of all."""
+        """The innermost line of the user's code, or of any file if the user has none."""
         own = (frame for frame in self.frames if not frame.is_library)
         named = (frame for frame in self.frames if not frame.file.startswith("<"))
         return next(own, None) or next(named, None) or next(iter(self.frames), None)
 
     @property
     def place(self) -> str:
-        """Say where the rank is, or why that is not known; and the worker that it waits for."""
+        """Where the rank is and which DataLoader worker it waits for, or why that is unknown."""
         frame = self.location
         if frame is None:
             return self.trouble
         inner = (next((f for f in frames if not f.is_library), frame) for frames in self.workers)
-        busy = next((f for f in inner if f != frame), None)  # an idle one has but the rank's lines
+        # An idle worker was forked at the rank's line and has no other line of the user's.
+        busy = next((f for f in inner if f != frame), None)
         return frame.place + (f"; a DataLoader worker is at {busy.place}" if busy else "")
 
     @property
     def waits_for_a_thread(self) -> bool:
-        """Whether only another thread of this process could end its wait, and none will."""
+        """Whether the rank waits for another thread although it has none that could answer."""
         inner = next(iter(self.frames), None)
         if inner is None:
             return False
-        in_c = not inner.is_library and _LOCKS.search(inner.source) is not None
+        in_c = not inner.is_library and _LOCK_CALLS.search(inner.source) is not None
         waits = in_c or inner.file.endswith("/threading.py")
-        return waits and all(map(_answers_nothing, self.threads))
+        return waits and all(map(_is_idle_thread, self.threads))
 
     def is_in(self, package: str) -> bool:
-        """Whether the rank is in the code of an installed package, or in C that it calls."""
+        """Whether the rank is in the code of an installed package, or in C code it called."""
         return any(frame.is_library and f"/{package}/" in frame.file for frame in self.frames[:1])
 
     def __str__(self) -> str:
@@ -143,10 +133,14 @@ class RankStack:
         return "\n".join(lines)
 
 
-def _answers_nothing(thread: tuple[StackFrame, ...]) -> bool:
-    """Whether a thread is one of nbtrain or of tqdm, or of a pool that waits for work."""
-    is_idle = thread[0].function == "_worker" and thread[0].file.endswith("/futures/thread.py")
-    return is_idle or any(is_own(f.file) or f.file.endswith("/tqdm/_monitor.py") for f in thread)
+def _is_idle_thread(thread: tuple[StackFrame, ...]) -> bool:
+    """Whether a thread belongs to nbtrain or tqdm, or to a thread pool without work."""
+    waits_for_work = thread[0].function == "_worker" and thread[0].file.endswith(
+        "/futures/thread.py"
+    )
+    return waits_for_work or any(
+        is_own(f.file) or f.file.endswith("/tqdm/_monitor.py") for f in thread
+    )
 
 
 class Stacks(tuple[RankStack, ...]):
@@ -159,104 +153,108 @@ class Stacks(tuple[RankStack, ...]):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A rank that was sent the signal; its answer follows after `size` bytes of its file."""
+class SignaledRank:
+    """A rank that was sent a signal. Its reply begins `offset` bytes into its file."""
 
     rank: int
     pid: int
+    """0 if the rank is on another host."""
     path: Path
-    size: int
-    last: str
+    offset: int
+    outermost_frame: str
     signal: int
-    gentle: int = 0
-    """The signal that Python answers. `signal` is for a rank whose main thread is busy in C."""
+    """Answered without Python: for a rank whose main thread is busy in C."""
+    python_signal: int = 0
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def answer(self) -> str:
+    def read_reply(self) -> str:
         with open_regular(self.path) as file:
-            file.seek(self.size)
+            file.seek(self.offset)
             return file.read(1 << 20).decode("utf-8", "replace")
 
-    def is_whole(self, answer: str) -> bool:
-        """Whether the main thread, the last, is there down to its outermost frame."""
-        lines = answer.splitlines()
-        deep = bool(lines) and lines[-1] == "  ..."  # faulthandler stops at the hundredth frame
-        known = bool(lines) and _LINE.sub("", lines[-1]) == _LINE.sub("", self.last)
-        return answer.endswith("\n") and (known or deep)
+    def is_complete(self, reply: str) -> bool:
+        """Whether the last stack, the main thread's, reaches its outermost frame."""
+        last_line = next(iter(reply.splitlines()[-1:]), "")
+        is_cut = last_line == "  ..."  # faulthandler stops after 100 frames
+        is_outermost = _LINE.sub("", last_line) == _LINE.sub("", self.outermost_frame)
+        return reply.endswith("\n") and (is_cut or is_outermost)
 
 
-def ask(folder: RunFolder, ranks: Iterable[int], patience: float | None = None) -> Stacks:
-    """Return where `ranks` are now; wait up to `patience` s for those that do not answer."""
+def read_stacks(folder: RunFolder, ranks: Iterable[int], timeout_s: float | None = None) -> Stacks:
+    """Return where `ranks` are now; wait up to `timeout_s` for ranks that do not reply."""
     manifest = folder.read_manifest()
     cells: Mapping[str, str] = manifest.get("cells", {})
     if (host := manifest.get("host", platform.node())) != platform.node():
-        there = f"runs on another host ({host}): its stacks can only be read there"
-        return Stacks(RankStack(rank, trouble=there) for rank in ranks)
+        trouble = f"runs on another host ({host}): its stacks can only be read there"
+        return Stacks(RankStack(rank, trouble=trouble) for rank in ranks)
     if manifest.get("in_kernel"):
-        return Stacks(_here(rank, manifest, cells) for rank in ranks)
+        return Stacks(_read_kernel_stacks(rank, manifest, cells) for rank in ranks)
     is_remote = folder.questions.exists()
-    if patience is None:
-        patience = FAR if is_remote else PATIENCE
+    if timeout_s is None:
+        timeout_s = limits.REMOTE_REPLY_TIMEOUT_S if is_remote else limits.STACK_REPLY_TIMEOUT_S
     folder = folder.asked if is_remote else folder
-    deadline = time.monotonic() + patience
-    asked = [send(folder, rank, is_remote=is_remote) for rank in ranks]
+    deadline = time.monotonic() + timeout_s
+    results = [send_signal(folder, rank, is_remote=is_remote) for rank in ranks]
     if is_remote:
-        folder.ask_remote("stacks", [a.rank for a in asked])
-    by_rank = {a.rank: a for a in asked if isinstance(a, RankStack)}
-    sent = [a for a in asked if isinstance(a, _Asked)]
-    for rank, text in _answers(sent, deadline):
-        by_rank[rank.rank] = _rank_stack(rank, text, cells)
-    for rank in sent:
-        if rank.pid and any(_LOADER in frame.file for frame in by_rank[rank.rank].frames):
-            workers = tuple(_workers(rank, cells, deadline))
-            by_rank[rank.rank] = replace(by_rank[rank.rank], workers=workers)
+        folder.ask_remote("stacks", [each.rank for each in results])
+    by_rank = {each.rank: each for each in results if isinstance(each, RankStack)}
+    signaled = [each for each in results if isinstance(each, SignaledRank)]
+    for each, reply in _read_replies(signaled, deadline):
+        by_rank[each.rank] = _rank_stack(each, reply, cells)
+    for each in signaled:
+        if each.pid and any(_LOADER in frame.file for frame in by_rank[each.rank].frames):
+            workers = tuple(_worker_stacks(each, cells, deadline))
+            by_rank[each.rank] = replace(by_rank[each.rank], workers=workers)
     return Stacks(by_rank[rank] for rank in sorted(by_rank))
 
 
-def _answers(asked: Iterable[_Asked], deadline: float) -> Iterator[tuple[_Asked, str]]:
-    """Yield what each rank wrote, once it is whole, or as far as it is at the deadline.
+def _read_replies(
+    signaled: Iterable[SignaledRank], deadline: float
+) -> Iterator[tuple[SignaledRank, str]]:
+    """Yield each rank's reply when it is complete, or what is there at the deadline.
 
-    Those that have not begun to answer after `COURTESY`, or half of the time if that is less, wait
-    in C, or hang: they are urged.
+    A rank without a reply after `PYTHON_REPLY_TIMEOUT_S`, or half of the time if that is less,
+    waits in C or hangs, and gets the other signal.
     """
-    waiting, now = list(asked), time.monotonic()
-    patient, has_urged = now + min(COURTESY, (deadline - now) / 2), False
+    waiting, now = list(signaled), time.monotonic()
+    retry_at = now + min(limits.PYTHON_REPLY_TIMEOUT_S, (deadline - now) / 2)
+    has_retried = False
     while waiting:
-        late = time.monotonic() >= deadline
-        if not (has_urged or late) and time.monotonic() >= patient:
-            has_urged = True
-            urge(waiting)
-        texts = [(rank, rank.answer()) for rank in waiting]
-        ready = [late or rank.is_whole(text) for rank, text in texts]
-        yield from compress(texts, ready)
-        waiting = [rank for rank, is_ready in zip(waiting, ready, strict=True) if not is_ready]
+        is_late = time.monotonic() >= deadline
+        if not (has_retried or is_late) and time.monotonic() >= retry_at:
+            has_retried = True
+            retry_without_python(waiting)
+        replies = [(each, each.read_reply()) for each in waiting]
+        are_ready = [is_late or each.is_complete(reply) for each, reply in replies]
+        yield from compress(replies, are_ready)
+        waiting = [each for each, is_ready in zip(waiting, are_ready, strict=True) if not is_ready]
         if waiting:
             time.sleep(0.002)
 
 
-def _workers(
-    rank: _Asked, cells: Mapping[str, str], deadline: float
+def _worker_stacks(
+    rank: SignaledRank, cells: Mapping[str, str], deadline: float
 ) -> Iterator[tuple[StackFrame, ...]]:
-    """Yield the stacks of a rank's own forks: they inherited its answer to the signal, and file.
+    """Yield the stacks of a rank's forks, which inherited its signal handlers and its file.
 
-    A process that became another program did not, and would die of it.
+    A child that executed another program has no handler, and the signal would kill it.
     """
     import psutil
 
     if sys.platform != "linux":
         return
     with contextlib.suppress(psutil.Error, OSError):
-        for child in psutil.Process(rank.pid).children()[:WORKERS]:
-            if not _catches(child.pid, rank.signal):
+        for child in psutil.Process(rank.pid).children()[: limits.MAX_LOADER_WORKERS]:
+            if not _has_handler(child.pid, rank.signal):
                 continue
-            asked = replace(rank, pid=child.pid, size=rank.path.stat().st_size)
-            _ask_process(asked)
-            for _, text in _answers([asked], deadline):
-                yield from (_named(thread, cells) for thread in parse(text)[:1])
+            worker = replace(rank, pid=child.pid, offset=rank.path.stat().st_size)
+            _send_first_signal(worker)
+            for _, reply in _read_replies([worker], deadline):
+                yield from (_name_cells(thread, cells) for thread in parse_stacks(reply)[:1])
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal. Only Linux shows it; on others a rank has."""
+def _has_handler(pid: int, number: int) -> bool:
+    """Whether a process handles a signal; assumed where the system is not Linux."""
     if sys.platform != "linux":
         return True
     return _is_in_mask("SigCgt", Path(f"/proc/{pid}/status"), number)
@@ -267,27 +265,27 @@ def _is_in_mask(mask: str, status: Path, number: int) -> bool:
     return known is not None and bool(int(known[1], 16) >> (number - 1) & 1)
 
 
-def _ask_process(asked: _Asked) -> None:
-    """Send a process the signal that its Python answers; without a handler for it, the other."""
-    gentle = asked.gentle and _catches(asked.pid, asked.gentle)
-    _signal(asked.pid, asked.gentle if gentle else asked.signal)
+def _send_first_signal(rank: SignaledRank) -> None:
+    """Send the signal that Python handles, or the other one if the process has no handler."""
+    has_python = rank.python_signal and _has_handler(rank.pid, rank.python_signal)
+    _kill(rank.pid, rank.python_signal if has_python else rank.signal)
 
 
-def urge(asked: Iterable[_Asked | RankStack]) -> None:
-    """Have those answer without Python that have not begun to answer with it."""
-    for each in asked:
-        if isinstance(each, _Asked) and each.pid and each.gentle:
+def retry_without_python(results: Iterable[SignaledRank | RankStack]) -> None:
+    """Send the signal that is answered without Python to the ranks that have not replied."""
+    for each in results:
+        if isinstance(each, SignaledRank) and each.pid and each.python_signal:
             with contextlib.suppress(OSError):
-                if not each.answer() and _catches(each.pid, each.signal):
-                    _signal(each.pid, each.signal)
+                if not each.read_reply() and _has_handler(each.pid, each.signal):
+                    _kill(each.pid, each.signal)
 
 
-def _signal(pid: int, number: int) -> None:
-    """Send a rank the signal: to another thread than the main one, if that sleeps in C++.
+def _kill(pid: int, number: int) -> None:
+    """Send a signal to a process: to its main thread, unless that sleeps in C++.
 
-    Torch, which waits to connect to a store again, takes a sleep that a signal ends for an error,
-    and prints its C++ backtrace into the rank's log. The handler shows all threads, wherever it
-    runs; in the main one if possible, which then stands still.
+    While torch waits to reconnect to a store, it treats a sleep that a signal interrupts as an
+    error, and prints its C++ backtrace into the rank's log. The handler writes the stacks of all
+    threads from any thread. It runs in the main thread if possible, which then stands still.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         threads = Path(f"/proc/{pid}/task")
@@ -300,46 +298,55 @@ def _signal(pid: int, number: int) -> None:
     os.kill(pid, number)
 
 
-def send(folder: RunFolder, rank: int, *, is_remote: bool = False) -> _Asked | RankStack:
-    """Send a rank the signal, if it is there and has a handler: else it would die of it.
+def send_signal(
+    folder: RunFolder, rank: int, *, is_remote: bool = False
+) -> SignaledRank | RankStack:
+    """Send a rank the signal if it has a handler for it; without one the signal would kill it.
 
-    One on another host (`is_remote`) is asked there; what it writes is copied into its file here.
+    A rank on another host (`is_remote`) gets its signal there, and its reply is copied into the
+    file here. If no signal was sent, the `RankStack` that is returned has the reason.
     """
     path = folder.stacks(rank)
     try:
         with open_regular(path) as file:
             head = json.loads(next((line for line in file if line.startswith(b"{")), b""))
-            size = file.seek(0, os.SEEK_END)
+            offset = file.seek(0, os.SEEK_END)
         pid, number = 0 if is_remote else int(head["pid"]), int(head["signal"])
         if pid and process_identity(pid) != head["process"]:
             return RankStack(rank, pid, trouble="has ended")
-        if pid and not _catches(pid, number):
+        if pid and not _has_handler(pid, number):
             return RankStack(rank, pid, trouble=f"no longer listens to signal {number}")
-        gentle = int(head.get("gentle", 0))  # none in the file of an older version
-        lost = head.get("lost", {})
-        asked = _Asked(rank, pid, path, size, str(head["last"]), number, gentle, lost)
+        signaled = SignaledRank(
+            rank,
+            pid,
+            path,
+            offset,
+            outermost_frame=str(head["last"]),
+            signal=number,
+            python_signal=int(head.get("gentle", 0)),  # missing in files of older versions
+            lost=head.get("lost", {}),
+        )
         if pid:
-            _ask_process(asked)
+            _send_first_signal(signaled)
     except FileNotFoundError:
         return RankStack(rank, trouble="has not started yet, or cannot be asked")
     except ProcessLookupError:
         return RankStack(rank, trouble="has ended")
     except (OSError, ValueError, KeyError) as error:
         return RankStack(rank, trouble=f"cannot be asked ({error})")
-    return asked
+    return signaled
 
 
-def _rank_stack(asked: _Asked, text: str, cells: Mapping[str, str]) -> RankStack:
-    threads = parse(text)
+def _rank_stack(rank: SignaledRank, reply: str, cells: Mapping[str, str]) -> RankStack:
+    threads = parse_stacks(reply)
     if not threads:
-        return RankStack(asked.rank, asked.pid, trouble=_silence(asked.pid))
-    main, *others = (_named(thread, cells) for thread in threads)
-    own = _own_part(main)
-    return RankStack(asked.rank, asked.pid, own, tuple(others), lost=asked.lost)
+        return RankStack(rank.rank, rank.pid, trouble=_explain_no_reply(rank.pid))
+    main, *others = (_name_cells(thread, cells) for thread in threads)
+    return RankStack(rank.rank, rank.pid, _without_launcher(main), tuple(others), lost=rank.lost)
 
 
-def _silence(pid: int) -> str:
-    """Say why a process may not answer a signal; 0 is one on another host."""
+def _explain_no_reply(pid: int) -> str:
+    """Return why a process may not reply to a signal; `pid` 0 is a process on another host."""
     if not pid:
         return "does not answer (it has ended, or its host is slow)"
     import psutil
@@ -356,31 +363,31 @@ def _silence(pid: int) -> str:
     return f"does not answer ({reason})"
 
 
-def parse(text: str) -> list[tuple[StackFrame, ...]]:
-    """Read what `faulthandler` wrote: one stack per thread, the main thread first.
+def parse_stacks(text: str) -> list[tuple[StackFrame, ...]]:
+    """Parse the output of `faulthandler`: one stack per thread, the main thread first.
 
-    Of two answers, one to each signal, only the first: it ends where a thread is there again.
+    If both signals were answered, the first reply is returned: it ends where a thread comes twice.
     """
     threads: list[list[StackFrame]] = []
-    thread_id, known = "", set[str]()
+    thread_id, seen_ids = "", set[str]()
     for line in text.splitlines():
         if header := _THREAD.match(line):
             thread_id = header[1] or ""
-            if thread_id in known:
+            if thread_id in seen_ids:
                 break
             threads.append([])
         elif threads and (frame := _FRAME.match(line)):
             threads[-1].append(StackFrame(frame[1], int(frame[2]), frame[3]))
-            # One that is being made has no frame, and the number of the thread that makes it.
-            known |= {thread_id} - {""}
-        if threads and [f.function for f in threads[-1]] == ["_answer_gently"]:
-            threads[-1].clear()  # this frame is the handler itself
+            # A thread that is starting has no frame yet, and the id of the thread that started it.
+            seen_ids |= {thread_id} - {""}
+        if threads and [f.function for f in threads[-1]] == ["_write_stacks"]:
+            threads[-1].clear()  # the signal handler's own frame
     stacks = [tuple(frames) for frames in threads if frames]
     return [*stacks[-1:], *stacks[:-1]]
 
 
-def _named(frames: Iterable[StackFrame], cells: Mapping[str, str]) -> tuple[StackFrame, ...]:
-    """Name cells as the notebook does, and add the lines that this process knows."""
+def _name_cells(frames: Iterable[StackFrame], cells: Mapping[str, str]) -> tuple[StackFrame, ...]:
+    """Replace files of cells by the cells' names, and add the source lines that can be read."""
     return tuple(
         replace(
             frame,
@@ -391,26 +398,28 @@ def _named(frames: Iterable[StackFrame], cells: Mapping[str, str]) -> tuple[Stac
     )
 
 
-def _own_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """Leave out what called the task: the launcher, and the kernel that it was forked from."""
+def _without_launcher(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """Return the frames without those of the launcher and the kernel, which called the task."""
     end = next((i for i, f in enumerate(frames) if f.file in RANK_BODY), None)
     return frames[:end] or frames
 
 
-def _here(rank: int, manifest: Mapping[str, Any], cells: Mapping[str, str]) -> RankStack:
-    """Return the stacks of a rank that is a kernel's own process."""
+def _read_kernel_stacks(
+    rank: int, manifest: Mapping[str, Any], cells: Mapping[str, str]
+) -> RankStack:
+    """Return the stacks of a rank that is a kernel itself (inline engine)."""
     if manifest["launcher"] != os.getpid():
         return RankStack(rank, trouble="runs in another kernel (inline engine): ask that kernel")
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0, None)
-    while main is not None and is_own(main.f_code.co_filename):  # this very question
+    while main is not None and is_own(main.f_code.co_filename):  # the call of this function
         main = main.f_back
     tops = [top for top in (main, *frames.values()) if top is not None]
     own, *others = (
-        _named(
+        _name_cells(
             (StackFrame(f.f_code.co_filename, at, f.f_code.co_name) for f, at in walk_stack(top)),
             cells,
         )
         for top in tops
     )
-    return RankStack(rank, os.getpid(), _own_part(own), tuple(others))
+    return RankStack(rank, os.getpid(), _without_launcher(own), tuple(others))

@@ -1,6 +1,6 @@
-"""Explains why a run failed: which rank, what kind, in a line, and the evidence.
+"""Explains why a run failed: which rank, which kind of failure, a headline, and the evidence.
 
-Pure: made from the picture and from what ranks left, so it is the same live and reopened.
+Pure: everything comes from the run's state and the ranks' files, so a reopened run shows the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..system.text import format_bytes, format_bytes_of, format_duration, format
 from ..tracking import events as ev
 from ..tracking.state import RankState, RunState
 from ..transport.exceptions import CapturedException, TracebackFrame
-from .collectives import SAME
+from .collectives import SAME_ORDER_ADVICE
 from .failures import (
     DISK_FULL,
     FORK_REFUSED,
@@ -30,16 +30,15 @@ from .failures import (
     NO_GRADIENT,
     Failure,
     describe_returncode,
-    headline,
+    find_cause,
 )
-from .unmatched import describe_others
-from .unmatched import explain as explain_unmatched
+from .mismatch import describe_others, explain_mismatch
 
 HANG = Finding("hang", "a hang (--on-hang stop)")
 DEADLOCK = Finding("deadlock", "a deadlock")
-"""Why a run was stopped that hung."""
+"""Why nbtrain stopped a run that hung."""
 
-MISMATCH = "collective mismatch"
+_MISMATCH = "collective mismatch"
 _KINDS = {
     "cuda out of memory": r"^(torch\.)?OutOfMemoryError|CUDA (error: )?out of memory|hipErrorOutOf",
     LOADER_WORKER: r"DataLoader worker \(pid",
@@ -49,11 +48,11 @@ _KINDS = {
     "communication": r"collective mismatch|Watchdog caught collective|NCCL communicator was aborted"
     r"|^(Dist\w+Error|RuntimeError): .*([Tt]imed out|Timeout|NCCL error)",
 }
-"""The first of these that matches a line of what is known of a failure is its kind."""
-KNOWN = frozenset({LOADER_WORKER, DISK_FULL, FORK_REFUSED, ev.OUT_OF_MEMORY})
-"""The codes that are kinds."""
+"""The first kind whose pattern matches a line of a failure's texts is the failure's kind."""
+_KINDS_BY_CODE = frozenset({LOADER_WORKER, DISK_FULL, FORK_REFUSED, ev.OUT_OF_MEMORY})
+"""Codes of evidence and causes that are kinds, too."""
 _NAMED_BY_EVIDENCE = (LOADER_WORKER, DISK_FULL, FORK_REFUSED)
-_STACK = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_STACK_LINE = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _ADVICE = {
     LOADER_WORKER: (
         "Try num_workers=0: the rank then loads the data, and shows its error. Fewer workers "
@@ -77,15 +76,15 @@ class FailureReport:
     rank: int
     """The rank that caused the failure; -1 if no rank did."""
     headline: str
-    """What happened, in a line."""
+    """What happened, in one line."""
     evidence: tuple[str, ...] = ()
-    """What nbtrain knows about the cause, one fact per line."""
+    """The facts about the cause, one per line."""
     others: str = ""
     """How the other ranks ended."""
     advice: tuple[str, ...] = ()
-    """What to do about it, if that is known."""
+    """The next steps, if any are known."""
     memory: str = ""
-    """If memory ran out: which rank used how much memory for what."""
+    """Which rank used how much memory for what, if memory ran out."""
 
     def __str__(self) -> str:
         label = f"rank {self.rank}: " if self.rank >= 0 else ""
@@ -96,15 +95,16 @@ class FailureReport:
         printer.text(str(self))
 
 
-def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | None:
-    """Return why a run failed; None where it did not, or was interrupted."""
+def explain_failure(state: RunState, failures: Sequence[Failure]) -> FailureReport | None:
+    """Return why a run failed; None if it did not fail, or was interrupted."""
     if state.status == "interrupted":
         return None
     if state.status == "timed out":
-        reluctant = [f"rank {r.rank} {how}" for r in state.ranks if (how := _held_out(r, state))]
-        return FailureReport("timeout", -1, too_long(state), tuple(reluctant))
+        endings = [(rank.rank, _describe_late_end(rank, state)) for rank in state.ranks]
+        evidence = tuple(f"rank {rank} {ending}" for rank, ending in endings if ending)
+        return FailureReport("timeout", -1, describe_timeout(state), evidence)
     if failures:
-        return _of_rank(headline(failures), failures, state)
+        return _explain_rank_failure(find_cause(failures), failures, state)
     if state.status == "succeeded" or not state.is_over:
         return None
     kind, text = diagnose(state.message, died=False)
@@ -113,23 +113,25 @@ def explain(state: RunState, failures: Sequence[Failure]) -> FailureReport | Non
     return FailureReport(kind, -1, text, evidence=advice, advice=advice)
 
 
-def too_long(state: RunState) -> str:
-    """Say what took a run too long: it had a timeout, or it hung."""
+def describe_timeout(state: RunState) -> str:
+    """Describe why a run timed out: nbtrain stopped it because it hung, or it had a timeout."""
     if state.code in (HANG.code, DEADLOCK.code):
         return f"was stopped because of {state.message}"
     return f"took longer than its timeout: {state.message}"
 
 
-def _held_out(rank: RankState, state: RunState) -> str:
-    """Describe how a rank ended that did not stop when it was asked."""
+def _describe_late_end(rank: RankState, state: RunState) -> str:
+    """Describe how a rank ended that did not stop at the interrupt; "" if it stopped."""
     if rank.status == "failed":
-        return line(rank, state)
+        return describe_rank_failure(rank, state)
     return "had to be killed" if rank.returncode == -signal.SIGKILL else ""
 
 
-def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> FailureReport:
+def _explain_rank_failure(
+    cause: Failure, failures: Sequence[Failure], state: RunState
+) -> FailureReport:
     rank = state.ranks[cause.rank]
-    # Of a rank that native code ended, nothing but its log has the reason.
+    # If native code ended a rank, only its log shows the reason.
     native_log = cause.log if (cause.returncode or 0) < 0 else ""
     details = _texts(cause.error) if cause.error is not None else native_log
     died = cause.error is None and (not rank.error or rank.has_left)
@@ -146,30 +148,30 @@ def _of_rank(cause: Failure, failures: Sequence[Failure], state: RunState) -> Fa
     stack = [f'  File "{f.filename}", line {f.line} in {f.function}' for f in frames]
     known = remedies("\n".join((cause.summary, details, *stack)))
     known += remedies_of_rank(rank, state)
-    unmatched = explain_unmatched(rank, state, line_of_failure)
-    if unmatched:
-        kind, text, known = "communication", unmatched, (*known, SAME)
+    if mismatch := explain_mismatch(rank, state, line_of_failure):
+        kind, text, known = "communication", mismatch, (*known, SAME_ORDER_ADVICE)
     elif died and kind == "communication":
         where = describe_others(rank, state, line_of_failure)
-        text, known = f"{text}; {where}" if where else text, (*known, SAME)
+        text = f"{text}; {where}" if where else text
+        known = (*known, SAME_ORDER_ADVICE)
     elif cause.is_secondary:
-        kind, text = "communication", lost(state, text)
-    memory = _held_on_gpu(rank, state) if kind == "cuda out of memory" else ""
+        kind, text = "communication", describe_lost_peers(state, text)
+    memory = _describe_gpu_memory(rank, state) if kind == "cuda out of memory" else ""
     if kind != "cuda out of memory" and "memory" in kind + cause.summary:
-        memory = _growth(rank, state)
+        memory = _describe_memory_growth(rank, state)
     evidence = [
-        *_lines(cause, rank, kind, memory),
+        *_list_evidence(cause, rank, kind, memory),
         *(seen.text for seen in rank.evidence if not text.startswith(seen.text)),
         *(_gpu_shares(rank, state) if kind == "cuda out of memory" else ()),
-        *(advice := (*known, *_advice(kind, rank, state))),
+        *(advice := (*known, *_advise(kind, rank, state))),
     ]
-    became = others(cause, failures, state)
+    others = describe_other_ranks(cause, failures, state)
     lines = tuple(dict.fromkeys(evidence))
-    return FailureReport(kind, cause.rank, text, lines, became, advice, memory)
+    return FailureReport(kind, cause.rank, text, lines, others, advice, memory)
 
 
-def _advice(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
-    """Return what to do; a host that is out of memory ends ranks by signals, a TPU's by SIGSEGV."""
+def _advise(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
+    """Return the advice. A host without memory kills ranks by SIGKILL, on a TPU host by SIGSEGV."""
     killed = rank.returncode == -signal.SIGKILL and not rank.error
     killed = killed and rank.cause_code != ev.NOT_MEMORY
     killed = killed or kind == "out of memory"
@@ -193,16 +195,16 @@ def diagnose(
 ) -> tuple[str, str]:
     """Return the kind of a failure and its headline.
 
-    `summary` is its one line, `details` all of its text, `seen` what the rank saw
-    (`nbtrain.worker.failure_evidence`), `has_left` whether it called an exit
-    function, `code` its host's word on why it died.
+    `summary` is the failure in one line, `details` its whole text, `seen` the rank's evidence
+    (`nbtrain.worker.failure_evidence`), `has_left` whether it called an exit function, and `code`
+    the cause that its host knows (`exit_causes`).
     """
     text = "\n".join((summary, details))
     known = [code, *(finding.code for finding in seen)]
-    kind = next((each for each in known if each in KNOWN), "") or next(
+    kind = next((each for each in known if each in _KINDS_BY_CODE), "") or next(
         (kind for kind, sign in _KINDS.items() if re.search(sign, text, re.M)), ""
     )
-    if kind == "communication" and MISMATCH in text:
+    if kind == "communication" and _MISMATCH in text:
         place = _crash_place(details) if died else ""
         return (
             kind,
@@ -214,7 +216,7 @@ def diagnose(
     if kind == "cuda out of memory":
         return kind, ". ".join(summary.split(". ")[:2])
     if unused := next((each.text for each in seen if each.code == NO_GRADIENT), ""):
-        return kind or "exception", f"{unused} ({summary})"  # torch has a page, and no name in it
+        return kind or "exception", f"{unused} ({summary})"  # torch's long text names nothing
     if kind or not died:
         return kind or "exception", summary
     if returncode is None or returncode >= 0 or has_left:
@@ -224,21 +226,21 @@ def diagnose(
 
 
 def _crash_place(details: str) -> str:
-    """Return the innermost of the user's own lines that faulthandler left: `` in f at line 5``."""
-    for frame in _stack(details):
+    """Return the innermost of the user's lines in a crash: ``, in f at line 5``; "" if none."""
+    for frame in _parse_stack(details):
         if not frame.is_own and not frame.is_library:
             return f", in {frame.function} at {_place(frame)}"
     return ""
 
 
-def lost(state: RunState, summary: str) -> str:
-    """Explain why a rank lost its peers, where none failed: some may have returned early."""
+def describe_lost_peers(state: RunState, summary: str) -> str:
+    """Add to the summary of a rank that lost its peers which of them had returned early."""
     done = [r.rank for r in state.ranks if r.status == "done"]
     return f"lost {format_ranks(done)}, whose function had returned: {summary}" if done else summary
 
 
 def describe_endings(ended: str, state: RunState) -> str:
-    """Describe how ranks ended, where their own lines do not say why."""
+    """Describe how ranks ended, in a run that neither succeeded nor failed."""
     if ended in ("succeeded", "failed"):
         return ""
     groups: dict[str, list[int]] = {}
@@ -249,21 +251,21 @@ def describe_endings(ended: str, state: RunState) -> str:
     return ", ".join(f"{format_ranks(ranks)} {status}" for status, ranks in groups.items())
 
 
-def line(rank: RankState, state: RunState) -> str:
-    """Return the headline of one rank's failure, from the picture alone."""
-    return kind_and_line(rank, state)[1]
+def describe_rank_failure(rank: RankState, state: RunState) -> str:
+    """Return the headline of one rank's failure, from the state alone."""
+    return classify_rank_failure(rank, state)[1]
 
 
-def kind_and_line(rank: RankState, state: RunState) -> tuple[str, str]:
-    """Return the kind and the headline of one rank's failure, from the picture alone."""
-    if unmatched := explain_unmatched(rank, state, line_of_failure):
-        return "communication", unmatched
+def classify_rank_failure(rank: RankState, state: RunState) -> tuple[str, str]:
+    """Return the kind and the headline of one rank's failure, from the state alone."""
+    if mismatch := explain_mismatch(rank, state, line_of_failure):
+        return "communication", mismatch
     raised = bool(rank.error) and not rank.has_left and (rank.returncode or 0) >= 0
     if raised or not rank.is_over:
         return diagnose(rank.error or "", "", None, rank.evidence, died=False)
     log = "\n".join(rank.log[-60:]) if (rank.returncode or 0) < 0 else ""
     return diagnose(
-        death(rank),
+        describe_death(rank),
         log,
         rank.returncode,
         rank.evidence,
@@ -273,14 +275,14 @@ def kind_and_line(rank: RankState, state: RunState) -> tuple[str, str]:
     )
 
 
-def death(rank: RankState) -> str:
-    """Describe how a rank ended that left no exception."""
+def describe_death(rank: RankState) -> str:
+    """Describe how a rank ended that reported no exception."""
     if rank.cause:
         return rank.cause
     ending = describe_returncode(rank.returncode)
     if not rank.error:
         return ending
-    if (rank.returncode or 0) < 0:  # the launcher killed it for taking too long over it
+    if (rank.returncode or 0) < 0:  # the launcher killed it after a timeout
         return f"failed with {rank.error}; its process then did not exit and was killed"
     if rank.has_left:
         return f"{ending} ({rank.error})"
@@ -288,7 +290,7 @@ def death(rank: RankState) -> str:
 
 
 def _texts(error: CapturedException | None) -> str:
-    """Return the texts of an exception and of what it came from."""
+    """Return the texts of an exception and of its causes."""
     texts: list[str] = []
     while error is not None and len(texts) < 20:
         texts.append(f"{error.type_name}: {error.text}")
@@ -296,8 +298,8 @@ def _texts(error: CapturedException | None) -> str:
     return "\n".join(texts)
 
 
-def _held_on_gpu(rank: RankState, state: RunState) -> str:
-    """Say what a rank's part of its GPU's memory was, and when; nothing where it is not known."""
+def _describe_gpu_memory(rank: RankState, state: RunState) -> str:
+    """Describe what the rank last used its GPU's memory for; "" if that is unknown."""
     parts, reported = rank.bytes_by_part(), rank.progress
     if rank.usage.on == "cpu" or not parts or reported is None:
         return ""
@@ -308,8 +310,8 @@ def _held_on_gpu(rank: RankState, state: RunState) -> str:
     return f"rank {rank.rank} held {whole} of its GPU's memory ({listed}; {when})"
 
 
-def _growth(dead: RankState, state: RunState) -> str:
-    """Say which rank's memory grew most, what that holds, and how old this knowledge is."""
+def _describe_memory_growth(dead: RankState, state: RunState) -> str:
+    """Describe which rank's memory grew most, what it holds, and the age of the measurement."""
     measured = [r for r in state.ranks if r.usage.memory and r.usage.measured]
     if not measured:
         return ""
@@ -328,8 +330,8 @@ def _growth(dead: RankState, state: RunState) -> str:
     return f"rank {rank.rank} {verb}{others} ({counted}{when})"
 
 
-def _lines(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]:
-    """Return the evidence in what the rank itself left."""
+def _list_evidence(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]:
+    """Return the evidence that the rank itself reported."""
     lines: list[str] = []
     if cause.error is not None and (frames := cause.error.frames):
         at = next((f for f in reversed(frames) if not f.is_library), frames[-1])
@@ -340,27 +342,29 @@ def _lines(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]
     if code is not None:
         lines.append(f"exit code {code}" if code >= 0 else f"signal {-code}")
     if code is not None and code < 0:
-        lines += [f"at {_place(f)} in {f.function}" for f in _stack(cause.log) if not f.is_own]
+        lines += [
+            f"at {_place(f)} in {f.function}" for f in _parse_stack(cause.log) if not f.is_own
+        ]
     if memory:
         lines.append(memory)
     steps = rank.step if rank.step is not None else rank.progress.steps if rank.progress else None
     return [*lines, *([f"the last step that it reported was {steps}"] if steps else [])]
 
 
-def _stack(log: str) -> Iterator[TracebackFrame]:
-    for match in filter(None, map(_STACK.match, log.splitlines())):
+def _parse_stack(log: str) -> Iterator[TracebackFrame]:
+    for match in filter(None, map(_STACK_LINE.match, log.splitlines())):
         number = int(match["line"])
         yield TracebackFrame(match["file"], number, match["function"], number, number)
 
 
 def _place(frame: TracebackFrame) -> str:
-    """Name a line; without the file where that is a cell's, whose name no user knows."""
+    """Return the file and line, or the line alone in a cell, whose file name means nothing."""
     is_cell = "ipykernel_" in frame.filename or frame.filename.startswith("<")
     return f"line {frame.line}" if is_cell else f"{Path(frame.filename).name}:{frame.line}"
 
 
 def _gpu_shares(rank: RankState, state: RunState) -> list[str]:
-    """Describe which ranks held how much of the rank's GPU when it was last measured."""
+    """Describe how much of the rank's GPU each rank used in the last measurement."""
     gpus = state.host.gpus if state.host is not None else ()
     for index, name, used, total, *_ in gpus:
         if index == rank.usage.gpu:
@@ -373,29 +377,31 @@ def _gpu_shares(rank: RankState, state: RunState) -> list[str]:
     return []
 
 
-def others(cause: Failure, failures: Sequence[Failure], state: RunState) -> str:
-    """Say in a line how the other ranks ended."""
-    became: dict[str, list[int]] = {}
+def describe_other_ranks(cause: Failure, failures: Sequence[Failure], state: RunState) -> str:
+    """Describe in one line how the other ranks ended."""
+    by_ending: dict[str, list[int]] = {}
     for rank in state.ranks:
         if rank.rank != cause.rank and rank.status != "failed":
             ended = {"done": "had finished", "stopped": "stopped"}.get(rank.status, "still there")
-            became.setdefault(ended, []).append(rank.rank)
+            by_ending.setdefault(ended, []).append(rank.rank)
     for other in failures:
         if other is not cause:
             kind = other.error.type_name if other.error else other.summary
             echo = other.is_secondary and not cause.is_secondary
             ended = "failed because of it" if echo else f"failed too ({kind})"
-            became.setdefault(ended, []).append(other.rank)
+            by_ending.setdefault(ended, []).append(other.rank)
     verbs = {"still there": ("is ", "are "), "stopped": ("was ", "were ")}
     return "; ".join(
         f"{format_ranks(ranks)} {verbs.get(end, ('', ''))[len(ranks) > 1]}{end}"
-        for end, ranks in became.items()
+        for end, ranks in by_ending.items()
     )
 
 
 def final_lines(lines: list[str], count: int = 12) -> list[str]:
-    """Return the lines that show how a process died: its last, or those of faulthandler's stack,
-    from the thread that crashed on, with the innermost of the user's own in any case.
+    """Return the lines of a log that show how a process died, about `count` of them.
+
+    These are the last lines, or the stack that faulthandler wrote, from the thread that crashed on.
+    The innermost of the user's lines is always among them.
     """
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not crash:
@@ -411,20 +417,21 @@ def final_lines(lines: list[str], count: int = 12) -> list[str]:
     return [*shown[: count - 2], "  …", shown[users]]
 
 
-def note(cause: Failure, state: RunState, report: FailureReport) -> str:
-    """Say which rank the exception is from, how the others ended, and what it does not say."""
+def exception_note(cause: Failure, state: RunState, report: FailureReport) -> str:
+    """Return the note of an exception: its rank, the other ranks, and facts that it lacks."""
     others = f"; {report.others}" if report.others else ""
     origin = f"nbtrain: this is from rank {cause.rank} of {state.world_size}{others}."
     text = f"{origin} What rank {cause.rank} printed: nbtrain.last_run().logs({cause.rank})"
-    known = cause.error is None or report.kind == "exception" or report.headline == cause.summary
+    is_in_exception = (
+        cause.error is None or report.kind == "exception" or report.headline == cause.summary
+    )
     seen = state.ranks[cause.rank].evidence
     unused = [each.text for each in seen if each.code == NO_GRADIENT]
     named = [f"nbtrain: {line}" for line in filter(None, [*unused, report.memory])]
-    is_unmatched = bool(explain_unmatched(state.ranks[cause.rank], state, line_of_failure))
-    subject = f"rank {cause.rank} " if is_unmatched else ""
-    return "\n".join(
-        [text, *named, *([] if known else [f"nbtrain: {subject}{report.headline}"]), *report.advice]
-    )
+    is_mismatch = bool(explain_mismatch(state.ranks[cause.rank], state, line_of_failure))
+    subject = f"rank {cause.rank} " if is_mismatch else ""
+    headline = [] if is_in_exception else [f"nbtrain: {subject}{report.headline}"]
+    return "\n".join([text, *named, *headline, *report.advice])
 
 
 _CELL_LINE = re.compile(r'^  File "([^"]*ipykernel_\d+/[^"]*|<(?:ipython|cell)[^>]*>)", line (\d+)')
@@ -432,7 +439,7 @@ _FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
 
 
 def line_of_failure(rank: RankState) -> str:
-    """Return the line of the user's code that raised, from the traceback that a rank left."""
+    """Return the line of the user's code that raised, from the traceback in the rank's log."""
     log = list(rank.log)
     if ev.TRACEBACK_FOLLOWS in log:
         log = log[len(log) - log[::-1].index(ev.TRACEBACK_FOLLOWS) :]  # of the last attempt
@@ -444,13 +451,13 @@ def line_of_failure(rank: RankState) -> str:
     return f"{Path(own[-1][1]).name}, line {own[-1][2]}" if own else ""
 
 
-def trouble(rank: RankState, state: RunState, width: int = 160) -> str:
-    """Return what went wrong in a rank, in a line; empty if nothing did."""
-    if is_only_echo(rank, state):
+def describe_trouble(rank: RankState, state: RunState, width: int = 160) -> str:
+    """Return what went wrong in a rank, in one line; "" if nothing did."""
+    if is_secondary(rank, state):
         return "lost its peers"
-    text = line(rank, state) if _has_failed(rank) else ""
-    if rank.has_lost_peers and text and not explain_unmatched(rank, state, line_of_failure):
-        text = lost(state, text)
+    text = describe_rank_failure(rank, state) if _has_failed(rank) else ""
+    if rank.has_lost_peers and text and not explain_mismatch(rank, state, line_of_failure):
+        text = describe_lost_peers(state, text)
     alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
     if (first := next(alike, None)) is not None and _has_failed(first):
         return f"the same as rank {first.rank}"
@@ -461,15 +468,14 @@ def _has_failed(rank: RankState) -> bool:
     return rank.status in ("failed", "failing")
 
 
-def culprit(state: RunState) -> RankState | None:
-    """Return the rank whose failure is the cause of the others'; None if none failed."""
+def find_culprit(state: RunState) -> RankState | None:
+    """Return the rank whose failure caused the others; None if no rank failed."""
     failed = [rank for rank in state.ranks if _has_failed(rank)]
-    causes = [rank for rank in failed if not rank.has_lost_peers]
-    return min(causes or failed, key=lambda rank: rank.ended or math.inf, default=None)
+    primary = [rank for rank in failed if not rank.has_lost_peers]
+    return min(primary or failed, key=lambda rank: rank.ended or math.inf, default=None)
 
 
-def is_only_echo(rank: RankState, state: RunState) -> bool:
+def is_secondary(rank: RankState, state: RunState) -> bool:
     """Return whether a rank failed only because another one had failed."""
     failed = filter(_has_failed, state.ranks)
-    known = any(not r.has_lost_peers for r in failed)
-    return rank.has_lost_peers and known
+    return rank.has_lost_peers and any(not r.has_lost_peers for r in failed)

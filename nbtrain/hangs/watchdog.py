@@ -1,4 +1,4 @@
-"""Notices that ranks make no progress and asks them where they are, without waiting for them."""
+"""Notices that ranks make no progress and surveys where they are, without blocking."""
 
 from __future__ import annotations
 
@@ -13,41 +13,14 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import RankState, RunState
-from . import collectives, hangs, stacks
+from . import collectives, limits, stacks
 from .activity import Activity
+from .explain import HangReport, Observation, explain_hang, find_deadlock
 
-RECORDERS = 16
-"""Ranks whose flight recorder is asked; each answers with up to a megabyte."""
+_COMMUNICATION_MODULES = ("ssl.py", "socket.py", "subprocess.py", "selectors.py")
+"""In these, a rank waits for another program or host, and not for a rank."""
 
-ASKING = 0.8
-"""Seconds for two questions to ranks, of which the recorders' is one."""
-
-FAR = 3.0
-"""The same for ranks on other hosts, and for stacks wherever ranks are."""
-
-AGAIN = 1.0
-"""Seconds between two rounds of asking, at least."""
-
-ECHO = 2.0
-"""Seconds after a question within which what a rank prints may be its consequence."""
-
-QUIET = 4.0
-"""Seconds without progress of any rank after which recorders are asked, which costs ranks nothing,
-whether that is a deadlock; again after twice the time, and so on."""
-
-SURE = 2.0
-"""Seconds that a deadlock must stand still for: a run is ended for it."""
-
-NOTED = 60.0
-"""Seconds after which ranks that all do nothing are reported, before a hang is due to be."""
-
-LOOK = 10.0
-"""Seconds between two looks whether a rank that compiles uses the CPU, at most."""
-
-_TALKING = ("ssl.py", "socket.py", "subprocess.py", "selectors.py")
-"""Where a rank waits for somebody who is none of the ranks."""
-
-_SIGNS = (
+_PROGRESS_EVENTS = (
     ev.Spawned,
     ev.Started,
     ev.Progress,
@@ -61,187 +34,208 @@ _SIGNS = (
 
 
 class HangWatchdog:
-    """Remembers when each rank last gave a sign of progress. `check` never blocks.
+    """Remembers when each rank last made progress, and surveys ranks that are silent in a thread.
 
-    `now` is monotonic throughout: a clock that is set is no hang.
+    A run counts as hung after a silence of `hang_after_s`. Two findings come earlier: a deadlock
+    that the flight records prove, and a note that all ranks are idle. `check` never blocks. All
+    times `now` are monotonic, so that a clock that is set causes no hang.
     """
 
-    def __init__(self, folder: RunFolder, world_size: int, after: float | None) -> None:
-        self._folder, self._after = folder, after
-        self._last = dict.fromkeys(range(world_size), time.monotonic())
+    def __init__(self, folder: RunFolder, world_size: int, hang_after_s: float | None) -> None:
+        self._folder, self._hang_after_s = folder, hang_after_s
+        self._progress_at = dict.fromkeys(range(world_size), time.monotonic())
         self._counts: dict[int, tuple[object, ...]] = {}
         self._groups: dict[str, frozenset[int]] = {}
-        self._about: frozenset[int] = frozenset()  # the ranks that the last round was about
-        self._reported: hangs.HangReport | None = None
-        self._asked_at = -1e9
-        self._limit = after or 0.0  # the silence that is reported; shorter where it is certain
-        self._look = QUIET
+        self._surveyed: frozenset[int] = frozenset()  # the ranks of the last survey
+        self._reported: HangReport | None = None
+        self._surveyed_at = -1e9
+        self._limit_s = hang_after_s or 0.0  # the silence to report; less for an early finding
+        self._next_check_after_s = limits.DEADLOCK_CHECK_AFTER_S
         self._activity = Activity()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._reports = queue.SimpleQueue[tuple[frozenset[int], hangs.HangReport | None, float]]()
+        self._surveys = queue.SimpleQueue[tuple[frozenset[int], HangReport | None, float]]()
+
+    @property
+    def _has_noted_idle(self) -> bool:
+        """Whether ranks were reported as idle before they count as hung."""
+        is_early = (self._hang_after_s or 0.0) > limits.IDLE_NOTE_AFTER_S
+        return is_early and self._limit_s == limits.IDLE_NOTE_AFTER_S
 
     @property
     def is_certain(self) -> bool:
-        """Whether what was reported last is a hang: a deadlock, or as long as one was to be."""
-        is_note = self._after is not None and self._limit == NOTED < self._after
-        return self._reported is not None and not is_note
+        """Whether the last report is of a hang or a deadlock, and not only a note."""
+        return self._reported is not None and not self._has_noted_idle
 
     @property
     def is_deadlock(self) -> bool:
-        """Whether what was reported last can never end by itself."""
-        return self._reported is not None and self._limit == QUIET < (self._after or 0.0)
+        """Whether the last report is of a deadlock."""
+        is_early = (self._hang_after_s or 0.0) > limits.DEADLOCK_CHECK_AFTER_S
+        is_found = is_early and self._limit_s == limits.DEADLOCK_CHECK_AFTER_S
+        return self._reported is not None and is_found
 
     def observe(self, events: Iterable[ev.Event], now: float) -> None:
-        """Take note of signs of progress."""
+        """Take note of progress."""
         for event in events:
-            if isinstance(event, ev.Output) and now - self._asked_at < ECHO:
-                continue  # a call that the question interrupted may say so, at length
+            if isinstance(event, ev.Output) and now - self._surveyed_at < limits.SURVEY_ECHO_S:
+                continue  # a system call that the signal interrupted may print about it
             if isinstance(event, ev.Resources):
                 self._activity.observe(event, now)
             elif isinstance(event, ev.TrainingUpdate):
                 counts = (event.steps, event.samples, event.epoch, event.batch)
                 if self._counts.get(event.rank) != counts and not event.rests:
-                    self._moved(event.rank, now)
+                    self._note_progress(event.rank, now)
                 self._counts[event.rank] = counts
-            elif isinstance(event, _SIGNS):
-                self._moved(event.rank, now)
+            elif isinstance(event, _PROGRESS_EVENTS):
+                self._note_progress(event.rank, now)
             elif isinstance(event, ev.Group):
                 self._groups[event.name] = frozenset(event.members)
 
-    def _moved(self, rank: int, now: float) -> None:
-        self._last[rank] = now
-        if self._look != QUIET or self._limit != self._after:
-            self._look, self._limit = QUIET, self._after or 0.0
-            self._activity.forget()
+    def _note_progress(self, rank: int, now: float) -> None:
+        self._progress_at[rank] = now
+        is_early_check_done = self._next_check_after_s != limits.DEADLOCK_CHECK_AFTER_S
+        if is_early_check_done or self._limit_s != self._hang_after_s:
+            self._next_check_after_s = limits.DEADLOCK_CHECK_AFTER_S
+            self._limit_s = self._hang_after_s or 0.0
+            self._activity.reset()
         report = self._reported
-        if report is not None and rank in self._about and rank in (*report.stuck, *report.waiting):
-            # What one rank waited for has come: the others will show progress in a moment.
-            self._last.update(dict.fromkeys((*report.stuck, *report.waiting), now))
+        if report is not None and rank in self._surveyed & {*report.stuck, *report.waiting}:
+            # One of the reported ranks moves again, so the others will in a moment.
+            self._progress_at.update(dict.fromkeys((*report.stuck, *report.waiting), now))
 
     def check(self, state: RunState, now: float) -> list[ev.Hang]:
-        """Return a report that is new, or the end of one."""
-        if self._after is None:
+        """Return a new report, or the end of one (an event with an empty text)."""
+        if self._hang_after_s is None:
             return []
         running = [r for r in state.ranks if not r.is_over and r.status != "failing"]
-        if not running:  # their functions have returned, but a process may not end
+        if not running:  # their functions have returned, but a process may hang at its exit
             running = [r for r in state.ranks if r.status == "done" and r.returncode is None]
-        # The others may wait for it, rightly.
-        if any(r.debugger for r in running) or self._compile(running, now, self._after):
-            self._last = dict.fromkeys(self._last, now)
-        silent = {r.rank: now - self._last[r.rank] for r in running}
-        over = {r.rank: r.status for r in state.ranks if r.is_over}
+        # While one rank is in a debugger or compiles, the others may have to wait for it.
+        if any(r.debugger for r in running) or self._are_compiling(running, now):
+            self._progress_at = dict.fromkeys(self._progress_at, now)
+        silence_s = {r.rank: now - self._progress_at[r.rank] for r in running}
+        ended = {r.rank: r.status for r in state.ranks if r.is_over}
         groups = dict(self._groups)
-        seen = hangs.Observation(time.time(), self._limit, silent, over, groups=groups)
-        self._look_early(running, state, seen, now)
-        if self._limit == NOTED < self._after <= max(silent.values(), default=0.0):
-            self._limit, self._about = self._after, frozenset()  # the note has become a hang
-        events = self._answered(silent)
-        stalled = frozenset(rank for rank, seconds in silent.items() if seconds >= self._limit)
+        seen = Observation(time.time(), self._limit_s, silence_s, ended, groups=groups)
+        self._check_early(running, state, seen, now)
+        if self._has_noted_idle and max(silence_s.values(), default=0.0) >= self._hang_after_s:
+            self._limit_s, self._surveyed = self._hang_after_s, frozenset()  # now it is a hang
+        events = self._take_survey(silence_s)
+        stalled = frozenset(rank for rank, s in silence_s.items() if s >= self._limit_s)
+        is_due = self._thread is None and now - self._surveyed_at >= limits.SURVEY_INTERVAL_S
         if not stalled:
-            self._about = stalled
+            self._surveyed = stalled
             events += self._report(None)
-        elif stalled != self._about and self._thread is None and now - self._asked_at >= AGAIN:
-            self._about, self._asked_at = stalled, now
-            self._start(self._ask, stalled, replace(seen, after=self._limit))
+        elif stalled != self._surveyed and is_due:
+            self._surveyed, self._surveyed_at = stalled, now
+            self._start(self._survey, stalled, replace(seen, silence_limit_s=self._limit_s))
         return events
 
-    def _compile(self, running: Iterable[RankState], now: float, after: float) -> bool:
-        """Whether ranks compile, which takes long and shows nothing, and use the CPU for it.
+    def _are_compiling(self, running: Iterable[RankState], now: float) -> bool:
+        """Whether ranks compile, which shows no progress, and use the CPU for it.
 
-        One that does not is no exception: it may wait for a thread that is not there.
+        A compiling rank that uses no CPU may wait for a thread that the fork did not copy.
         """
         compiling = [rank for rank in running if rank.phase == "compiling"]
-        return bool(compiling) and self._activity.have_worked(compiling, now, min(LOOK, after / 4))
+        interval_s = min(limits.COMPILE_CHECK_INTERVAL_S, (self._hang_after_s or 0.0) / 4)
+        return bool(compiling) and self._activity.have_worked(compiling, now, interval_s)
 
-    def _look_early(
-        self, running: list[RankState], state: RunState, seen: hangs.Observation, now: float
+    def _check_early(
+        self, running: list[RankState], state: RunState, seen: Observation, now: float
     ) -> None:
-        """Look for a deadlock, and whether all ranks do nothing, before a silence is a hang."""
-        quiet = min(seen.silent.values(), default=0.0)
-        if quiet < self._look or self._limit != self._after or self._thread is not None:
+        """Check for a deadlock, and for idle ranks, before the silence counts as a hang."""
+        silence_s = min(seen.silence_s.values(), default=0.0)
+        has_finding = self._limit_s != self._hang_after_s
+        if silence_s < self._next_check_after_s or has_finding or self._thread is not None:
             return
-        if self._folder.questions.exists():  # ranks on other hosts: every question takes seconds
+        if self._folder.questions.exists():  # ranks on other hosts reply only after seconds
             return
-        self._look = min(2 * self._look, self._look + NOTED / 6)
-        if self._activity.are_at_rest(running, state, now) and quiet >= NOTED:
-            self._limit = min(NOTED, self._limit)
+        delay_s = min(self._next_check_after_s, limits.IDLE_NOTE_AFTER_S / 6)
+        self._next_check_after_s += delay_s
+        are_idle = self._activity.are_idle(running, state, now)
+        if are_idle and silence_s >= limits.IDLE_NOTE_AFTER_S:
+            self._limit_s = min(limits.IDLE_NOTE_AFTER_S, self._limit_s)
         else:
-            about = frozenset(seen.silent)
-            self._start(self._ask_recorders, about, replace(seen, after=QUIET))
+            seen = replace(seen, silence_limit_s=limits.DEADLOCK_CHECK_AFTER_S)
+            self._start(self._survey_records, frozenset(seen.silence_s), seen)
 
-    def _start(self, ask: Callable[..., None], about: frozenset[int], seen: object) -> None:
-        self._thread = threading.Thread(target=ask, args=(about, seen), daemon=True)
+    def _start(self, survey: Callable[..., None], ranks: frozenset[int], seen: object) -> None:
+        self._thread = threading.Thread(target=survey, args=(ranks, seen), daemon=True)
         self._thread.start()
 
-    def _answered(self, silent: Mapping[int, float]) -> list[ev.Hang]:
-        """Return the result of a round of asking, unless the ranks it was about moved meanwhile."""
-        if self._reports.empty():
+    def _take_survey(self, silence_s: Mapping[int, float]) -> list[ev.Hang]:
+        """Return the result of a survey, unless its ranks have made progress since."""
+        if self._surveys.empty():
             return []
-        about, report, limit = self._reports.get()
+        ranks, report, limit_s = self._surveys.get()
         self._thread = None
-        if report is None or not all(silent.get(rank, 0.0) >= limit for rank in about):
+        if report is None or not all(silence_s.get(rank, 0.0) >= limit_s for rank in ranks):
             return []
-        if limit < self._limit:
-            self._limit, self._about = limit, about
+        if limit_s < self._limit_s:
+            self._limit_s, self._surveyed = limit_s, ranks
         return self._report(report)
 
-    def _report(self, report: hangs.HangReport | None) -> list[ev.Hang]:
+    def _report(self, report: HangReport | None) -> list[ev.Hang]:
         if report == self._reported:
             return []
         self._reported = report
-        new = report or hangs.HangReport("")
+        new = report or HangReport("")
         return [ev.Hang(clock.now(), -1, new.text, new.stuck, new.waiting)]
 
-    def _ask(self, about: frozenset[int], seen: hangs.Observation) -> None:
-        # Without a folder that was deleted, or a process list: what is known is reported.
+    def _survey(self, ranks: frozenset[int], seen: Observation) -> None:
+        # If the folder was deleted, what is known without it is reported.
         with contextlib.suppress(Exception):
-            seen = look_closely(self._folder, seen)
+            seen = _survey_ranks(self._folder, seen)
         frames = (frame for stack in seen.stacks.values() for frame in stack.frames)
-        talks = seen.after == NOTED and any(frame.file.endswith(_TALKING) for frame in frames)
-        self._reports.put((about, None if talks else hangs.explain(seen), seen.after))
+        is_note = seen.silence_limit_s == limits.IDLE_NOTE_AFTER_S
+        communicates = any(frame.file.endswith(_COMMUNICATION_MODULES) for frame in frames)
+        report = None if is_note and communicates else explain_hang(seen)
+        self._surveys.put((ranks, report, seen.silence_limit_s))
 
-    def _ask_recorders(self, about: frozenset[int], seen: hangs.Observation) -> None:
-        report: hangs.HangReport | None = None
+    def _survey_records(self, ranks: frozenset[int], seen: Observation) -> None:
+        report: HangReport | None = None
         with contextlib.suppress(Exception):
-            report = self._deadlock(about, seen)
-            # A loop of the user's own, of which nothing is reported, may go on meanwhile.
+            report = self._read_deadlock(ranks, seen)
+            # A loop of the user's own, which sends no events, may still make progress.
             if report is not None and (
-                self._closing.wait(SURE) or self._deadlock(about, seen) != report
+                self._closing.wait(limits.DEADLOCK_CONFIRM_S)
+                or self._read_deadlock(ranks, seen) != report
             ):
                 report = None
-        self._reports.put((about, report, seen.after))
+        self._surveys.put((ranks, report, seen.silence_limit_s))
 
-    def _deadlock(self, about: frozenset[int], seen: hangs.Observation) -> hangs.HangReport | None:
-        ranks = sorted(about)[:RECORDERS]
-        recorded = collectives.ask(self._folder, ranks, ASKING / 2)
-        seen = replace(seen, now=time.time(), recorded=recorded)
-        if hangs.deadlock(seen) is None:
+    def _read_deadlock(self, ranks: frozenset[int], seen: Observation) -> HangReport | None:
+        some = sorted(ranks)[: limits.MAX_SURVEYED_RECORDERS]
+        records = collectives.read_recorders(self._folder, some, limits.RECORDER_REPLY_TIMEOUT_S)
+        seen = replace(seen, now=time.time(), records=records)
+        if find_deadlock(seen) is None:
             return None
-        by_rank = {s.rank: s for s in stacks.ask(self._folder, ranks, ASKING / 2)}
-        return hangs.deadlock(replace(seen, stacks=by_rank))
+        read = stacks.read_stacks(self._folder, some, limits.STACK_REPLY_TIMEOUT_S)
+        return find_deadlock(replace(seen, stacks={stack.rank: stack for stack in read}))
 
     def close(self) -> None:
-        """Wait for a round of asking to end."""
+        """Wait until a survey has ended, but not for remote ranks."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(2 * ASKING)
+            self._thread.join(2 * (limits.STACK_REPLY_TIMEOUT_S + limits.RECORDER_REPLY_TIMEOUT_S))
 
 
-def look_closely(folder: RunFolder, seen: hangs.Observation) -> hangs.Observation:
-    """Ask every rank for its stacks, and some for what their recorders know."""
-    # On a busy machine, too, ranks have the time to answer: a run may be ended for what they say.
-    by_rank = {stack.rank: stack for stack in stacks.ask(folder, seen.silent, FAR / 2)}
-    patience = (FAR if folder.questions.exists() else ASKING) / 2
-    recorded = collectives.ask(folder, _some(by_rank, RECORDERS), patience)
-    return replace(seen, now=time.time(), stacks=by_rank, recorded=recorded)
+def _survey_ranks(folder: RunFolder, seen: Observation) -> Observation:
+    """Add the stacks of all silent ranks, and the flight records of some."""
+    remote_s = limits.REMOTE_REPLY_TIMEOUT_S / 2
+    # A run may be ended for the result, so ranks on a busy machine get more time, too.
+    read = stacks.read_stacks(folder, seen.silence_s, remote_s)
+    by_rank = {stack.rank: stack for stack in read}
+    timeout_s = remote_s if folder.questions.exists() else limits.RECORDER_REPLY_TIMEOUT_S
+    records = collectives.read_recorders(folder, _choose_ranks(by_rank), timeout_s)
+    return replace(seen, now=time.time(), stacks=by_rank, records=records)
 
 
-def _some(by_rank: Mapping[int, stacks.RankStack], most: int) -> list[int]:
-    """Return the ranks to ask further: first those that are where few are."""
+def _choose_ranks(by_rank: Mapping[int, stacks.RankStack]) -> list[int]:
+    """Return the ranks whose recorders are read, those at the rarest places first."""
     places: dict[object, list[int]] = {}
     for rank, stack in by_rank.items():
         if not stack.trouble:
             places.setdefault(stack.location, []).append(rank)
     rarest = sorted(places.values(), key=len)
-    return [rank for ranks in rarest for rank in ranks][:most]
+    return [rank for ranks in rarest for rank in ranks][: limits.MAX_SURVEYED_RECORDERS]

@@ -304,7 +304,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
                 job = replace(job, unanswered="")
             supervisor = Supervisor(job.folder, state, plan, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
-            ask = partial(stacks.ask, job.folder, range(job.world_size))
+            ask = partial(stacks.read_stacks, job.folder, range(job.world_size))
             display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
             run = execute(job, engine, supervisor, display, interrupts)
             spared = SPARED if engine.ranks_stay else 0

@@ -15,8 +15,8 @@ from ..engines import Engine
 from ..engines.process.orphan_reaper import OrphanReaper
 from ..errors import LaunchError
 from ..findings import Finding
-from ..hangs.failures import causes
-from ..hangs.verdict import line
+from ..hangs.failures import find_causes
+from ..hangs.verdict import describe_rank_failure
 from ..system.processes import process_identity
 from ..tracking.run_folder import set_aside
 from ..tracking.state import RankState, RunState
@@ -202,16 +202,16 @@ def is_worth_a_restart(state: RunState) -> bool:
     if state.attempt >= state.attempts:
         return False
     began = any(_has_begun(rank) for rank in state.ranks)
-    return began or not all(rank.error_type in _MISTAKES for rank in causes(state))
+    return began or not all(rank.error_type in _MISTAKES for rank in find_causes(state))
 
 
 def describe_failure(state: RunState) -> str:
     """Return why an attempt failed: the first failure that is no echo of another."""
-    failed = causes(state)
+    failed = find_causes(state)
     if not failed:
         return "no rank reported why"
     first = min(failed, key=lambda rank: rank.ended or 0.0)
-    return f"rank {first.rank}: {line(first, state)}"
+    return f"rank {first.rank}: {describe_rank_failure(first, state)}"
 
 
 def _has_begun(rank: RankState) -> bool:

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
 from ..hangs import stacks, verdict
-from ..hangs.failures import Failure, headline, to_exception
-from ..hangs.lost_results import LOST
+from ..hangs.failures import Failure, find_cause, to_exception
+from ..hangs.lost_results import RESULTS_LOST
 from ..system.files import open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
@@ -193,7 +193,7 @@ class Run:
         """
         with self._homing:
             state = self.state
-            in_part = state.status == "failed" and state.code == LOST
+            in_part = state.status == "failed" and state.code == RESULTS_LOST
             if self._home and self._watcher and (state.status == "succeeded" or in_part):
                 self._watcher.state = self._home.take(self._folder, self.state)
 
@@ -209,16 +209,16 @@ class Run:
         if state.status == "interrupted":
             return KeyboardInterrupt(f"the run was stopped ({state.message})")
         if state.status == "timed out":
-            return RunTimeout(f"the run {verdict.too_long(state)}")
+            return RunTimeout(f"the run {verdict.describe_timeout(state)}")
         failures = [self._failure(r) for r in state.ranks if r.status == "failed"]
-        report = verdict.explain(state, failures)
+        report = verdict.explain_failure(state, failures)
         if report is None:
             return None
         if report.rank < 0:
             kind = ResultsLost if report.kind == "results lost" else LaunchError
             return kind(state.explanation)
-        cause = headline(failures)
-        note = verdict.note(cause, state, report)
+        cause = find_cause(failures)
+        note = verdict.exception_note(cause, state, report)
         cause = replace(cause, description=report.headline)
         return to_exception(cause, note, self._folder.cells())
 
@@ -226,7 +226,7 @@ class Run:
     def failure(self) -> verdict.FailureReport | None:
         """Why the run failed: `kind`, `rank`, `headline`, `evidence`; None if it did not fail."""
         state = self.state
-        return verdict.explain(
+        return verdict.explain_failure(
             state, [self._failure(r) for r in state.ranks if r.status == "failed"]
         )
 
@@ -237,7 +237,7 @@ class Run:
             )
         except FileNotFoundError:
             log = "\n".join(verdict.final_lines(self._log_lines(rank.rank, tail=200)))
-            description, ended = verdict.death(rank), rank.ended or 0.0
+            description, ended = verdict.describe_death(rank), rank.ended or 0.0
             return Failure(rank.rank, ended, None, rank.returncode, log, description)
         return Failure(rank.rank, failed_at, captured)
 
@@ -389,7 +389,7 @@ class Run:
         answer. It also works for a run of another kernel on this host.
         """
         self._folder.check_it_is_there()
-        return stacks.ask(self._folder, range(self.state.world_size))
+        return stacks.read_stacks(self._folder, range(self.state.world_size))
 
     def summary(self) -> Summary:
         """Return the run in numbers, so far or at its end: times, speed, metrics and memory."""

@@ -19,8 +19,9 @@ from ..checks.rank_comparison import WorkComparison
 from ..engines import Exit, Ranks
 from ..errors import NbtrainError
 from ..findings import Finding
-from ..hangs import hangs, stacks
+from ..hangs import stacks
 from ..hangs.exit_causes import Cause, ExitCauses
+from ..hangs.explain import describe_places
 from ..hangs.lost_results import describe_lost_results
 from ..hangs.verdict import DEADLOCK, HANG, describe_endings
 from ..hangs.watchdog import HangWatchdog
@@ -209,7 +210,9 @@ class Supervisor:
             self._has_named = True
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]
             are_far = self._folder.questions.exists()
-            where = hangs.places(stacks.ask(self._folder, running, None if are_far else ANSWER))
+            where = describe_places(
+                stacks.read_stacks(self._folder, running, None if are_far else ANSWER)
+            )
             where = f"{where[:1].upper()}{where[1:]}"
             text = (
                 f"{format_ranks(running)} did not react to the interrupt so far. {where}".rstrip()
@@ -324,7 +327,7 @@ class Supervisor:
             if verdict == "failed" and not cause.text:
                 killed = self._stop.was_sent(e.rank, -signal.SIGKILL)
                 rank = self.state.ranks[e.rank]
-                cause = self._exit_causes.cause_of(rank, e.returncode, killed)
+                cause = self._exit_causes.find_cause(rank, e.returncode, killed)
             evidence = ((cause.code, cause.evidence),) if cause.evidence else ()
             end = e.rank, e.returncode, verdict, cause.text, evidence, cause.code
             self._note([ev.Exited(e.time, *end)])
@@ -370,7 +373,7 @@ class Supervisor:
         with contextlib.suppress(Exception):  # a folder that was deleted, a host that is away
             # On a slow disk, a rank takes seconds to write its stacks, and hears nothing meanwhile.
             if running and not self._reader.is_slow and not self._folder.questions.exists():
-                return hangs.places(stacks.ask(self._folder, running, ANSWER))
+                return describe_places(stacks.read_stacks(self._folder, running, ANSWER))
         return ""
 
     def _is_pressed(self, interrupts: Interrupts) -> bool:

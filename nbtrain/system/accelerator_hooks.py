@@ -57,7 +57,7 @@ def block(wanted: bool) -> bool:
 
 
 def _watch_torch(torch: ModuleType) -> None:
-    # Seen in torch 2.4 to 2.13; the CPU builds have neither of the first two.
+    # Seen in torch 2.7 to 2.13; the CPU builds have neither of the first two.
     _watch(torch._C, "_cuda_init", "Initialising CUDA")
     _watch(torch._C, "_cuda_getDeviceCount", "Asking CUDA itself for its devices")
     if torch.version.cuda or torch.version.hip:

@@ -139,11 +139,11 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
 
 def _trouble(state: RunState) -> tuple[str, int]:
     """Draw what is wrong: the failure of the rank that caused it, else a sentence."""
-    rank = verdict.culprit(state)
+    rank = verdict.find_culprit(state)
     if rank is not None:
         place = verdict.line_of_failure(rank)
         head = f"rank {rank.rank}" + (f" at {place}" if place else "")
-        lines = [head, shorten(" ".join(verdict.line(rank, state).split()), 90)]
+        lines = [head, shorten(" ".join(verdict.describe_rank_failure(rank, state).split()), 90)]
     else:
         note = state.notes[0] if state.flaw and state.notes else ""
         text = (header.trouble(state) or note).replace("`", "")

@@ -53,7 +53,7 @@ _FASTER = (
 
 def next_step(state: RunState) -> str:
     """Return what to do next; "" where a run is well, or only its user knows."""
-    culprit = verdict.culprit(state)
+    culprit = verdict.find_culprit(state)
     if run_texts.is_stuck(state):
         return _STUCK
     if culprit is not None:
@@ -78,7 +78,7 @@ def next_step(state: RunState) -> str:
 
 def _after_failure(rank: RankState, state: RunState) -> str:
     """Return the remedy of a known error, else of its kind, else the line to change."""
-    kind, line = verdict.kind_and_line(rank, state)
+    kind, line = verdict.classify_rank_failure(rank, state)
     known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
     if known:
         return known[0]

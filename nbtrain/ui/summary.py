@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..hangs import verdict
-from ..hangs.failures import causes
+from ..hangs.failures import find_causes
 from ..system.text import format_bytes, format_duration, format_number, format_ranks, plural
 from ..tracking.overview.epochs import metric_order
 from ..tracking.resource_sampler import SLACK
@@ -190,8 +190,8 @@ def summary(state: RunState, now: float) -> Summary:
 
 
 def first_error(state: RunState) -> str:
-    first = min(causes(state), key=lambda rank: rank.ended or math.inf, default=None)
-    return "" if first is None else f"rank {first.rank}: {verdict.trouble(first, state)}"
+    first = min(find_causes(state), key=lambda rank: rank.ended or math.inf, default=None)
+    return "" if first is None else f"rank {first.rank}: {verdict.describe_trouble(first, state)}"
 
 
 def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:

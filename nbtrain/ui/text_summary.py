@@ -59,7 +59,7 @@ def rank_line(rank: RankState, state: RunState) -> str:
         parts.append(f"loss {format_number(rank.loss)}")
     if rank.compiled is not None:
         parts.append(f"compiled {rank_texts.compiled(rank)}")
-    parts.append(verdict.trouble(rank, state))
+    parts.append(verdict.describe_trouble(rank, state))
     return "  ".join(filter(None, parts)).rstrip()
 
 

@@ -14,9 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 from ..system.instrumentation import patch
-
-MOST = 1024
-"""Values under way, at most: with more of them, the reader waits for the oldest."""
+from . import limits
 
 Then = Callable[[dict[str, Any]], None]
 
@@ -50,7 +48,7 @@ class GraphCaptures:
         self.count = 0
 
     def watch(self, graph: Any = "torch.cuda.graphs:CUDAGraph") -> None:
-        """Count what begins and ends on a class of graphs; torch's was seen in 2.4 to 2.13."""
+        """Count what begins and ends on a class of graphs; torch's was seen in 2.7 to 2.13."""
         patch(graph, "capture_begin", self._begin)
         patch(graph, "capture_end", self._end)
 
@@ -114,11 +112,13 @@ class ScalarReader:
         streams = {t.device: torch.cuda.current_stream(t.device) for t in tensors.values()}
         with self._lock:
             self._submitted.append(lambda: _begin(torch, tensors, streams, then))
-            self.deliver(at_least=len(self._waiting) + len(self._submitted) - MOST)
+            self.deliver(
+                at_least=len(self._waiting) + len(self._submitted) - limits.MAX_PENDING_SCALARS
+            )
 
     def finish(self, wait: bool) -> None:
         """Deliver what has arrived; with `wait`, all there is."""
-        self.deliver(at_least=MOST if wait else 0)
+        self.deliver(at_least=limits.MAX_PENDING_SCALARS if wait else 0)
         for reader in self._others.values():
             reader.finish(wait)
 

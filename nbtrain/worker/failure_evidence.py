@@ -38,6 +38,7 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions
+from . import limits
 from .observers.evidence.work_sample import begun_in, is_in_group
 
 Collectives = tuple[tuple[int, str, str, bool], ...]
@@ -54,11 +55,6 @@ _LESS_SHARED = (
     "num_workers=0, fewer workers or a smaller batch_size use less of /dev/shm; a container gets "
     "more of it by --shm-size"
 )
-NAMES = 8
-"""Parameters that are named; of the others, there is the number."""
-
-LITTLE = 1 << 20
-"""Bytes free at which a file system counts as full, where the error does not name it."""
 
 
 @contextlib.contextmanager
@@ -83,23 +79,17 @@ def last_collective() -> Collectives:
     return ()
 
 
-LAST_COLLECTIVES = 32
-"""Collectives that a rank that failed reports: ranks differ in the last few."""
-
-RECORDER_TIMEOUT_S = 1.0
-"""A full recorder (2,000 entries) answers in 60 to 90 ms."""
-
-
 def last_collectives(recorder: Path) -> Collectives:
     """Return the last collectives of the default group, by this rank's own recorder."""
     if not is_in_group():
         return ()
     with contextlib.suppress(Exception):
-        record = collectives.fetch(recorder, RECORDER_TIMEOUT_S)
+        record = collectives.read_recorder(recorder, limits.RECORDER_TIMEOUT_S)
         groups = record.by_group if record is not None else {}
-        names = (collectives.DEFAULT, collectives.DEFAULT + collectives.ON_NCCL)
-        if last := max((groups.get(name, ()) for name in names), key=len)[-LAST_COLLECTIVES:]:
-            return tuple((c.number, c.name, _shown(c.shape), c.pending) for c in last)
+        names = (collectives.DEFAULT_GROUP, collectives.DEFAULT_GROUP + collectives.NCCL_SUFFIX)
+        longest = max((groups.get(name, ()) for name in names), key=len)
+        if last := longest[-limits.MAX_LAST_COLLECTIVES :]:
+            return tuple((c.number, c.name, _shown(c.shape), c.is_pending) for c in last)
     return ((0, "", "", False),)
 
 
@@ -177,7 +167,7 @@ def _full_disk(error: BaseException) -> Iterator[tuple[str, str]]:
     for file in _files(error):
         folder = Path(file).absolute().parent
         room = host.space(folder)
-        if room is not None and room.free < LITTLE < room.size:  # not /proc
+        if room is not None and room.free < limits.FULL_DISK_BYTES < room.size:  # not /proc
             free, size = format_bytes(room.free), format_bytes(room.size)
             yield DISK_FULL, f"no space left on {folder}: {free} free of {size}"
             return
@@ -232,8 +222,9 @@ def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
     unused = [names[int(index)] for index in indices[1].split()]
-    more = f" and {len(unused) - NAMES} more" if len(unused) > NAMES else ""
-    yield NO_GRADIENT, f"no gradient reached {', '.join(unused[:NAMES])}{more}"
+    named, rest = unused[: limits.MAX_NAMED_PARAMETERS], unused[limits.MAX_NAMED_PARAMETERS :]
+    more = f" and {len(rest)} more" if rest else ""
+    yield NO_GRADIENT, f"no gradient reached {', '.join(named)}{more}"
 
 
 # Where a rank's code leaves its process

@@ -36,7 +36,6 @@ from . import (
     checkpoints,
     failure_evidence,
     hooks,
-    inherited_loaders,
     nested_launches,
     observers,
     stopping,
@@ -54,6 +53,7 @@ from .rank_environment import (
     rank_environment,
     renew_accelerate_state,
     serve_own_store,
+    use_own_workers,
 )
 from .rank_sides import sides_of
 from .task_runner import run_task
@@ -112,7 +112,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         for side in sides_of(job):
             side.begin(job, rank, writer, scratch)
-        inherited_loaders.use_own_workers()
+        use_own_workers()
         quiet_tokenizers()
         separate_in_children()
         warn_where_users_call()

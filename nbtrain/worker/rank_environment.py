@@ -21,6 +21,7 @@ from ..system import tpu
 from ..system.instrumentation import patch, replace
 from ..system.network import is_loopback
 from ..transport.job import Job
+from . import api
 
 
 def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -240,7 +241,7 @@ def serve_own_store(served: int) -> None:
             connected.set()
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = before
 
-    patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.4 to 2.13
+    patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.7 to 2.13
 
 
 def fork_child_processes() -> None:
@@ -255,6 +256,60 @@ def fork_child_processes() -> None:
     default = getattr(context._default_context, "_default_context", None)  # Python 3.10 to 3.14
     if chosen in (None, "forkserver") and getattr(default, "_name", "") == "forkserver":
         multiprocessing.set_start_method("fork", force=True)
+
+
+_LOADER_CLASSES = {
+    "torch.utils.data.dataloader": ("DataLoader", "_MultiProcessingDataLoaderIter"),
+    "torchdata.stateful_dataloader.stateful_dataloader": (
+        "StatefulDataLoader",
+        "_StatefulMultiProcessingDataLoaderIter",
+    ),
+}
+"""Loaders and their iterators, by module (private names of torch 2.7 to 2.13, torchdata 0.11)."""
+
+
+def use_own_workers() -> None:
+    """Have loaders start new workers in this process, and leave alone those that it inherited.
+
+    A DataLoader with ``persistent_workers=True`` keeps its iterator, and with it the workers that
+    the notebook started. A rank that used them got answers to the notebook's requests (`KeyError`).
+    When it deleted its copy of the iterator, it told these workers to end, and the notebook's own
+    loader waited for ever.
+    """
+    for module, (loader, iterator) in _LOADER_CLASSES.items():
+        patch(f"{module}:{loader}", "__iter__", _iterate_own)
+        patch(f"{module}:{iterator}", "_shutdown_workers", _shut_down_own)
+        if api.world_size() > 1:  # else nobody takes another rank's batches
+            patch(f"{module}:{iterator}", "_next_data", _next_own_data)
+
+
+def _is_inherited(iterator: Any) -> bool:
+    workers: Any = getattr(iterator, "_workers", None)
+    return bool(workers) and workers[0]._parent_pid != os.getpid()
+
+
+def _iterate_own(original: Any, loader: Any) -> Any:
+    if _is_inherited(getattr(loader, "_iterator", None)):
+        loader._iterator = None
+    return original(loader)
+
+
+def _shut_down_own(original: Any, iterator: Any) -> None:
+    if not _is_inherited(iterator):
+        original(iterator)
+    elif iterator._worker_pids_set:  # torch knows its workers by its id, which may come again
+        signals: Any = sys.modules["torch.utils.data._utils.signal_handling"]
+        signals._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
+
+def _next_own_data(original: Any, iterator: Any) -> Any:
+    if _is_inherited(iterator):
+        raise RuntimeError(
+            "this iterator of a DataLoader belongs to the notebook, as its workers do. Call "
+            "`iter(loader)` inside the training function"
+        )
+    return original(iterator)
 
 
 @functools.cache
@@ -301,7 +356,7 @@ def keep_process_groups() -> None:
             kept.extend(module._world.pg_map)
         original(group)
 
-    patch("torch.distributed.distributed_c10d", "_update_default_pg", update)  # torch 2.4 to 2.7
+    patch("torch.distributed.distributed_c10d", "_update_default_pg", update)  # torch 2.7
     patch("torch.nn.parallel.distributed:DistributedDataParallel", "__init__", wrap)
 
 

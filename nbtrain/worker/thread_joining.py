@@ -15,40 +15,34 @@ import time
 from collections.abc import Collection
 
 from ..system.lost_threads import notebook_threads
-
-IDLE_LIMIT_S, TOTAL_LIMIT_S = 30.0, 600.0
-"""How long threads that outlive the function may do nothing, and how long they may last in all."""
-
-BUSY_CPU_SHARE = 0.005
-"""CPU seconds per second from which on a process counts as doing something."""
-
-
-KERNEL_IDLE_LIMIT_S = 1.0
-"""The same for threads of a rank that is the kernel: a cell waits for them."""
+from . import limits
 
 
 def join_new_threads(before: Collection[threading.Thread]) -> None:
-    """Wait for the threads of a function that ran in the kernel: those that were not there before.
+    """Wait for the threads that a function has started in the kernel and that still do something.
 
-    Not for daemons, idle ones of pools, longer than they do anything, or than `IDLE_LIMIT_S`.
+    Neither daemons nor idle threads of pools are waited for, nor any thread for longer than
+    `limits.THREAD_IDLE_LIMIT_S`.
     """
     begun = busy = time.monotonic()
     spent = time.process_time()
-    while time.monotonic() < min(busy + KERNEL_IDLE_LIMIT_S, begun + IDLE_LIMIT_S):
+    while time.monotonic() < min(
+        busy + limits.KERNEL_THREAD_IDLE_LIMIT_S, begun + limits.THREAD_IDLE_LIMIT_S
+    ):
         new = [t for t in notebook_threads() if not (t.daemon or t in before)]
         if not new:
             return
         new[0].join(0.1)
-        if time.process_time() - spent > BUSY_CPU_SHARE * 0.1:
+        if time.process_time() - spent > limits.BUSY_CPU_SHARE * 0.1:
             busy, spent = time.monotonic(), time.process_time()
 
 
 def join_threads() -> None:
-    """End idle pools, and join the threads that are no daemons as long as they do anything.
+    """End idle pools, and join the threads that are no daemons as long as they do something.
 
-    An interpreter would wait for ever. A thread that writes a checkpoint has its time; one that
-    does nothing for `IDLE_LIMIT_S`, or lasts for `TOTAL_LIMIT_S`, ends with the process. Only the
-    first call waits.
+    An interpreter would wait for ever. A thread that writes a checkpoint has its time. One that
+    does nothing for `limits.THREAD_IDLE_LIMIT_S`, or lasts for `limits.THREAD_TOTAL_LIMIT_S`, ends
+    with the process. Only the first call waits.
     """
     before, hook = signal.signal(signal.SIGALRM, _IdleAlarm()), sys.unraisablehook
     sys.unraisablehook = lambda _unraisable: None  # Python 3.13 prints `_ThreadsAreIdle`
@@ -79,10 +73,12 @@ class _IdleAlarm:
             self._has_reported = True
             print(f"nbtrain: the function has returned; waiting for {threads}", flush=True)
         now, spent = time.monotonic(), time.process_time()
-        if spent - self._spent > BUSY_CPU_SHARE * (now - self._checked):
+        if spent - self._spent > limits.BUSY_CPU_SHARE * (now - self._checked):
             self._busy = now
         self._checked, self._spent = now, spent
-        if now > min(self._busy + IDLE_LIMIT_S, self._begun + TOTAL_LIMIT_S):
+        if now > min(
+            self._busy + limits.THREAD_IDLE_LIMIT_S, self._begun + limits.THREAD_TOTAL_LIMIT_S
+        ):
             signal.setitimer(signal.ITIMER_REAL, 0)
             print(f"nbtrain: no longer waiting for {_still_running()}", flush=True)
             raise _ThreadsAreIdle

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from nbtrain import last_run
-from nbtrain.worker import thread_joining
+from nbtrain.worker import limits, thread_joining
 from tests.support import shared_memory
 from tests.support.health import HEALTH
 from tests.support.waiting import wait_until
@@ -96,7 +96,7 @@ def test_threads_that_are_waited_for_are_named_while_there_are_any(
 def test_a_fault_is_told_for_what_it_is_and_leaves_nothing(
     row: Row, unharmed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_joining, "IDLE_LIMIT_S", 0.3)
+    monkeypatch.setattr(limits, "THREAD_IDLE_LIMIT_S", 0.3)
     try:
         out = faults.carry_out(row)
     except Unavailable as why:

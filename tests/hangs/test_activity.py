@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbtrain.hangs.activity import CALM, READ_OR_WRITTEN, Activity
+from nbtrain.hangs.activity import Activity
+from nbtrain.hangs.limits import IDLE_WINDOW_S, MAX_IDLE_IO_BYTES
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.state import RankState, RunState
 
@@ -31,16 +32,16 @@ def pipe() -> Iterator[int]:
 def look(activity: Activity, state: RunState, now: float, cpu: float | None = 0.0) -> bool:
     if cpu is not None:
         activity.observe(ev.Resources(0.0, 0, cpu=cpu), now - 1)
-    return activity.are_at_rest(state.ranks, state, now)
+    return activity.are_idle(state.ranks, state, now)
 
 
 def test_a_rank_that_did_nothing_for_long_is_at_rest(here: RunState) -> None:
     activity = Activity()
     assert not look(activity, here, 100.0)
-    assert not look(activity, here, 100.0 + CALM / 2)
-    assert look(activity, here, 100.0 + CALM)
-    activity.forget()
-    assert not look(activity, here, 101.0 + CALM)
+    assert not look(activity, here, 100.0 + IDLE_WINDOW_S / 2)
+    assert look(activity, here, 100.0 + IDLE_WINDOW_S)
+    activity.reset()
+    assert not look(activity, here, 101.0 + IDLE_WINDOW_S)
 
 
 def test_a_rank_that_computes_is_not(here: RunState) -> None:
@@ -52,8 +53,8 @@ def test_a_rank_that_computes_is_not(here: RunState) -> None:
 def test_a_rank_that_writes_is_not(here: RunState, pipe: int) -> None:
     activity = Activity()
     assert not look(activity, here, 100.0)
-    os.write(pipe, bytes(2 * READ_OR_WRITTEN))
-    assert not look(activity, here, 100.0 + CALM)
+    os.write(pipe, bytes(2 * MAX_IDLE_IO_BYTES))
+    assert not look(activity, here, 100.0 + IDLE_WINDOW_S)
 
 
 def test_a_rank_is_asked_for_its_processor_time_however_rarely_it_is_measured(
@@ -61,11 +62,11 @@ def test_a_rank_is_asked_for_its_processor_time_however_rarely_it_is_measured(
 ) -> None:
     activity = Activity()
     assert not look(activity, here, 100.0, cpu=None)
-    assert look(activity, here, 100.0 + CALM, cpu=None)
+    assert look(activity, here, 100.0 + IDLE_WINDOW_S, cpu=None)
     until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
-    assert not look(activity, here, 101.0 + CALM, cpu=None)
+    assert not look(activity, here, 101.0 + IDLE_WINDOW_S, cpu=None)
 
 
 def test_a_rank_whose_child_computes_is_not(here: RunState) -> None:
@@ -77,7 +78,7 @@ def test_a_rank_whose_child_computes_is_not(here: RunState) -> None:
         assert child.stdout is not None
         child.stdout.read(1)
         assert not look(activity, here, 101.0)
-        assert not look(activity, here, 100.0 + CALM)
+        assert not look(activity, here, 100.0 + IDLE_WINDOW_S)
         child.communicate(b"\n")
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import nbtrain
 from nbtrain.errors import RunTimeout
-from nbtrain.hangs import activity, stacks, watchdog
+from nbtrain.hangs import limits, stacks
 from tests.support.hangs import launched, verdicts
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -51,15 +51,20 @@ def train():
 """
 
 
+TIMES = "limits.DEADLOCK_CHECK_AFTER_S, limits.DEADLOCK_CONFIRM_S"
+
+
 @pytest.fixture
 def hasty(notebook: Notebook) -> Iterator[Notebook]:
     """A notebook whose runs look for a deadlock after half a second."""
     notebook.run(
-        "import threading, torch\nfrom nbtrain.hangs import watchdog\n"
-        "usual = watchdog.QUIET, watchdog.SURE\nwatchdog.QUIET, watchdog.SURE = 0.5, 0.5"
+        "import threading, torch\n"
+        "from nbtrain.hangs import limits\n"
+        f"usual = {TIMES}\n"
+        f"{TIMES} = 0.5, 0.5"
     )
     yield notebook
-    notebook.run("watchdog.QUIET, watchdog.SURE = usual")
+    notebook.run(f"{TIMES} = usual")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +150,9 @@ def works_for_long(gate: str, seconds: float) -> None:
 def test_a_rank_that_works_while_others_wait_is_no_deadlock(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "QUIET", 0.5)
-    monkeypatch.setattr(watchdog, "NOTED", 3.0)
-    monkeypatch.setattr(activity, "CALM", 1.5)
+    monkeypatch.setattr(limits, "DEADLOCK_CHECK_AFTER_S", 0.5)
+    monkeypatch.setattr(limits, "IDLE_NOTE_AFTER_S", 3.0)
+    monkeypatch.setattr(limits, "IDLE_WINDOW_S", 1.5)
     run = launch(works_for_long, how, 6.0, n=2, hang_after=3000, on_hang="stop")
     assert verdicts(run) == []
 

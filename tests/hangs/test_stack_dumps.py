@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nbtrain
-from nbtrain.hangs import collectives, stack_dumps, stacks
+from nbtrain.hangs import collectives, limits, stack_dumps, stacks
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
@@ -65,8 +65,8 @@ def test_a_rank_is_served_from_its_first_process_group_on() -> None:
         early = folder.recorder(0).exists()
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(3))
-        answers = collectives.fetch(folder.recorder(0), 5)
-        last = answers.last(collectives.DEFAULT) if answers is not None else 0
+        answers = collectives.read_recorder(folder.recorder(0), 5)
+        last = answers.last_number(collectives.DEFAULT_GROUP) if answers is not None else 0
         dist.destroy_process_group()
         dist.init_process_group("gloo")  # again: one server is enough
         return len(before), last, early, folder.recorder(0).is_socket()
@@ -89,11 +89,11 @@ def test_a_rank_answers_by_one_file_and_leaves_the_codes_own_signals(engine: str
         # Where Python answers, `faulthandler` is not asked.
         for number in (signal.SIGUSR1, stack_dumps.signal_number()):
             signal.signal(number, lambda number, _frame: used.append(number))
-        (answer,) = stacks.ask(folder, [0], 20)
+        (answer,) = stacks.read_stacks(folder, [0], 20)
         is_free = free == [signal.SIG_DFL] * 2
         return files, is_free, used, answer.trouble, answer.frames[0].function
 
-    assert launch(train, engine=engine).value == (1, True, [], "", "_signal")
+    assert launch(train, engine=engine).value == (1, True, [], "", "_kill")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
@@ -110,16 +110,16 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
     try:
         wait_until(lambda: not run.stacks()[0].trouble, 30)
         for _ in range(400):
-            (told,) = stacks.ask(RunFolder(run.folder), [0], 20)
+            (told,) = stacks.read_stacks(RunFolder(run.folder), [0], 20)
             assert not told.trouble
-            assert "_answer_gently" not in str(told)
+            assert "_write_stacks" not in str(told)
     finally:
         run.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
 def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "COURTESY", 0.0)
+    monkeypatch.setattr(limits, "PYTHON_REPLY_TIMEOUT_S", 0.0)
 
     def train() -> None:
         while not nbtrain.should_stop():
@@ -130,7 +130,7 @@ def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch
         wait_until(lambda: not run.stacks()[0].trouble, 30)
         pid = run.stacks()[0].pid
         assert pid is not None
-        numbers = stack_dumps.signal_number(), stack_dumps.gentle_signal_number()
+        numbers = stack_dumps.signal_number(), stack_dumps.python_signal_number()
         status = Path(f"/proc/{pid}/status")
 
         def go_on() -> None:
@@ -140,7 +140,7 @@ def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch
         os.kill(pid, signal.SIGSTOP)
         thread = threading.Thread(target=go_on)
         thread.start()
-        (told,) = stacks.ask(RunFolder(run.folder), [0], 20)
+        (told,) = stacks.read_stacks(RunFolder(run.folder), [0], 20)
         thread.join()
         assert told.frames
         assert told.threads == ()
@@ -167,8 +167,8 @@ def test_a_folder_that_cannot_be_written_costs_no_training(tmp_path: Path) -> No
     missing = RunFolder(tmp_path / "missing")
 
     def train() -> bool:
-        stack_dumps._answering = None
-        stack_dumps.answer_with_stacks(missing, 0)
+        stack_dumps._registered = None
+        stack_dumps.register_for_stacks(missing, 0)
         return missing.stacks(0).exists()
 
     assert launch(train).results == [False]
@@ -185,7 +185,7 @@ def test_no_recorder_is_started_that_the_limit_of_threads_would_end(
     code = (
         "import os, resource; from nbtrain.hangs import stack_dumps; "
         f"resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit})); os.setuid(54321); "
-        "print(stack_dumps._exhausted(2) is None)"
+        "print(stack_dumps._exceeded_quota(2) is None)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == str(has_room), run.stderr

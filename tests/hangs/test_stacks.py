@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import nbtrain
-from nbtrain.hangs import stack_dumps, stacks
+from nbtrain.hangs import limits, stack_dumps, stacks
 from nbtrain.hangs.stacks import RankStack, StackFrame, Stacks
 from nbtrain.lifecycle.run import Run
 from nbtrain.system.processes import process_identity
@@ -34,12 +34,13 @@ Current thread 0x00007fee (most recent call first):
 
 
 def test_a_dump_is_read_with_the_main_thread_first() -> None:
-    main, other = stacks.parse(DUMP)
+    main, other = stacks.parse_stacks(DUMP)
     assert [(f.line, f.function) for f in main] == [(41, "train"), (50, "<module>")]
     assert other[0].file.endswith("threading.py")
-    assert stacks.parse("") == []
+    assert stacks.parse_stacks("") == []
     assert (
-        stacks.parse("Thread 0x1 [a name] (most recent call first):\n  <no Python frame>\n") == []
+        stacks.parse_stacks("Thread 0x1 [a name] (most recent call first):\n  <no Python frame>\n")
+        == []
     )
 
 
@@ -82,13 +83,13 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
     folder = _folder(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as stranger:
         process = psutil.Process(stranger.pid)
-        assert "not started" in stacks.ask(folder, [0])[0].trouble
+        assert "not started" in stacks.read_stacks(folder, [0])[0].trouble
         folder.stacks(0).write_text(_head(process))
-        assert "no longer listens" in stacks.ask(folder, [0])[0].trouble
+        assert "no longer listens" in stacks.read_stacks(folder, [0])[0].trouble
         # The number went round: the rank's process is gone, and another has its number.
         folder.stacks(0).write_text(_head(process, process="that of another"))
         folder.stacks(1).write_text("no JSON at all\n")
-        told = stacks.ask(folder, [0, 1])
+        told = stacks.read_stacks(folder, [0, 1])
         assert told[0].trouble == "has ended"
         assert "cannot be asked" in told[1].trouble
         assert stranger.poll() is None
@@ -97,7 +98,7 @@ def test_a_process_that_would_die_of_the_signal_is_not_sent_it(tmp_path: Path) -
 
 def test_a_run_of_another_host_is_not_asked_here(tmp_path: Path) -> None:
     folder = _folder(tmp_path, host="elsewhere")
-    assert "elsewhere" in stacks.ask(folder, [0])[0].trouble
+    assert "elsewhere" in stacks.read_stacks(folder, [0])[0].trouble
 
 
 SPINNING = """%%distributed -n 2 --hang-after off
@@ -159,19 +160,19 @@ def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path
 
     def ask(left: int) -> Stacks:
         folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
-        return stacks.ask(folder, [0]) if left == 0 else ask(left - 1)
+        return stacks.read_stacks(folder, [0]) if left == 0 else ask(left - 1)
 
     run = nbtrain.launch(ask, depth, num_processes=1, view="none")
     frames = run.value[0].frames
-    assert frames[0].function == "_signal"
+    assert frames[0].function == "_kill"
     assert [f.function for f in frames].count("ask") >= min(depth, 90)
 
 
 def test_a_rank_on_another_host_has_the_time_that_its_answer_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "PATIENCE", 0.0)
-    monkeypatch.setattr(stacks, "FAR", 30.0)
+    monkeypatch.setattr(limits, "STACK_REPLY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(limits, "REMOTE_REPLY_TIMEOUT_S", 30.0)
     folder = _folder(tmp_path)
     folder.questions.mkdir()
     last = '  File "a.py", line 3 in <module>'
@@ -186,6 +187,6 @@ def test_a_rank_on_another_host_has_the_time_that_its_answer_takes(
 
     answering = threading.Thread(target=answer)
     answering.start()
-    (told,) = stacks.ask(folder, [0])
+    (told,) = stacks.read_stacks(folder, [0])
     answering.join()
     assert told.place.startswith("a.py, line 3")

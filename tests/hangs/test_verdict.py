@@ -38,7 +38,7 @@ def raised(rank: int, time: float, error: BaseException) -> Failure:
 
 
 def explained(state: RunState, failures: Sequence[Failure]) -> verdict.FailureReport:
-    found = verdict.explain(state, failures)
+    found = verdict.explain_failure(state, failures)
     assert found is not None
     return found
 
@@ -55,7 +55,9 @@ def death(
     seen = [ev.Resources(1.0, 0, memory=3 << 30), *before]
     state = run(*seen, exited(0, number, **more), ranks=1)
     state = replace(state, if_killed=CURE, device=device)
-    return explained(state, [Failure(0, 1.0, None, number, log, verdict.death(state.ranks[0]))])
+    return explained(
+        state, [Failure(0, 1.0, None, number, log, verdict.describe_death(state.ranks[0]))]
+    )
 
 
 @pytest.mark.parametrize("cause_at", [9.0, 10.0, 10.001, 12.0])
@@ -87,9 +89,11 @@ def test_a_timeout_is_a_failure_of_no_rank_and_an_interrupt_is_none() -> None:
     found = explained(run(*ended, ranks=2, status="timed out"), [])
     assert (found.kind, found.rank) == ("timeout", -1)
     assert str(found).splitlines()[-1] == "  · rank 1 had to be killed"
-    assert verdict.explain(run(*ended, ranks=2, status="interrupted"), []) is None
-    assert verdict.explain(run(exited(0, 0, "done"), ranks=1, status="succeeded"), []) is None
-    assert verdict.explain(RunState("train", "fork", (RankState(0),), 0.0), []) is None
+    assert verdict.explain_failure(run(*ended, ranks=2, status="interrupted"), []) is None
+    assert (
+        verdict.explain_failure(run(exited(0, 0, "done"), ranks=1, status="succeeded"), []) is None
+    )
+    assert verdict.explain_failure(RunState("train", "fork", (RankState(0),), 0.0), []) is None
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:
 def test_the_board_says_what_the_verdict_says(number: int) -> None:
     state = run(exited(0, number), ranks=1)
     found = death(number)
-    assert verdict.trouble(state.ranks[0], state) == found.headline
+    assert verdict.describe_trouble(state.ranks[0], state) == found.headline
     assert found.evidence[0] == (f"exit code {number}" if number > 0 else f"signal {-number}")
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
-from nbtrain.hangs import hangs
+from nbtrain.hangs import explain
 from nbtrain.hangs.watchdog import HangWatchdog
 from nbtrain.lifecycle import stop_policy
 from nbtrain.lifecycle.run import Run
@@ -331,7 +331,7 @@ def test_training_that_stands_still_is_no_progress(
 ) -> None:
     asked: list[dict[int, float]] = []
     monkeypatch.setattr(
-        HangWatchdog, "_ask", lambda _self, _about, seen: asked.append(dict(seen.silent))
+        HangWatchdog, "_survey", lambda _self, _about, seen: asked.append(dict(seen.silence_s))
     )
     out = HangWatchdog(RunFolder(tmp_path), 1, 10.0)
     now = time.monotonic()
@@ -346,9 +346,9 @@ def test_training_that_stands_still_is_no_progress(
 def test_what_a_waiting_rank_prints_does_not_withdraw_what_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = hangs.HangReport("rank 1 is at x; rank 0 waits for it", (1,), (0,))
+    verdict = explain.HangReport("rank 1 is at x; rank 0 waits for it", (1,), (0,))
     monkeypatch.setattr(
-        HangWatchdog, "_ask", lambda self, about, *_: self._reports.put((about, verdict, 10.0))
+        HangWatchdog, "_survey", lambda self, about, *_: self._surveys.put((about, verdict, 10.0))
     )
     out = HangWatchdog(RunFolder(tmp_path), 2, 10.0)
     state, now = _state(2), time.monotonic() + 11

@@ -1,6 +1,6 @@
 """Complete a torch for the CPU where only wheels for CUDA can be had: 0.5–0.9 GB, not 4.
 
-    pip install --no-deps torch==2.4.1
+    pip install --no-deps torch==2.7.1
     python tests/tools/cpu_torch.py
 
 In the place of NVIDIA's packages come libraries of a few kilobytes in which every function answers

@@ -38,7 +38,7 @@ from nbtrain.planning.cell import read_cell
 from nbtrain.planning.plan import Plan
 from nbtrain.tracking import events
 from nbtrain.tracking.event_log import read_events
-from nbtrain.worker import thread_joining
+from nbtrain.worker import limits
 
 FAULTS = {
     "exception": "raise ValueError('bad luck')",
@@ -598,7 +598,7 @@ def _ms(seconds: float | None) -> str:
 
 def main() -> None:
     """Run everything and print the table."""
-    thread_joining.IDLE_LIMIT_S = 0.3
+    limits.THREAD_IDLE_LIMIT_S = 0.3
     print("| fault | when | engine | verdict | rank | headline | ms to verdict | ms to all gone |")
     print("|" + "---|" * 8)
     for row in ROWS:

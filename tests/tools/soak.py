@@ -31,7 +31,7 @@ import psutil
 
 from nbtrain import last_run
 from nbtrain.tracking import run_folder
-from nbtrain.worker import thread_joining
+from nbtrain.worker import limits
 from tests.tools import faults
 
 SLOW = ("out of memory", "busy loop", "sleep", "1 GB", "echo first")
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    thread_joining.IDLE_LIMIT_S = 0.3
+    limits.THREAD_IDLE_LIMIT_S = 0.3
     with tempfile.TemporaryDirectory(prefix="nbtrain-soak-") as home:
         temporary = Path(home, "tmp")
         temporary.mkdir()

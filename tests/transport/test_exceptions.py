@@ -18,7 +18,7 @@ import pytest
 import nbtrain
 from nbtrain import errors
 from nbtrain.errors import RankError
-from nbtrain.hangs.failures import Failure, describe_returncode, headline, to_exception
+from nbtrain.hangs.failures import Failure, describe_returncode, find_cause, to_exception
 from nbtrain.system import source_files
 from nbtrain.transport import exceptions, result_pickler
 
@@ -141,10 +141,10 @@ def test_the_cause_is_found_in_every_order() -> None:
     ]
     later = failure(3, 11.0, "another bug", KeyError)
     for order in itertools.permutations([cause, *echoes, later]):
-        assert headline(order) is cause
-    assert headline(echoes) is echoes[0]
+        assert find_cause(order) is cause
+    assert find_cause(echoes) is echoes[0]
     died = Failure(4, 10.5, returncode=-9)
-    assert headline([*echoes, died]) is died
+    assert find_cause([*echoes, died]) is died
 
 
 def test_a_users_own_runtime_error_is_no_echo() -> None:

@@ -16,7 +16,7 @@ import torch
 
 import nbtrain
 from nbtrain.tracking import events as ev
-from nbtrain.worker import device_scalars
+from nbtrain.worker import device_scalars, limits
 from nbtrain.worker.device_scalars import GraphCaptures, ScalarReader
 from tests.support.runs import events, launch
 
@@ -96,12 +96,12 @@ def test_values_keep_their_order_and_the_last_are_waited_for(cuda: Cuda) -> None
         values.submit({"a": cuda.scalar(float(i))}, keep(got))
     values.deliver()
     assert got == []
-    values.deliver(at_least=device_scalars.MOST)
+    values.deliver(at_least=limits.MAX_PENDING_SCALARS)
     assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
 
 
 def test_there_are_not_more_under_way_than_most(cuda: Cuda, monkeypatch: Any) -> None:
-    monkeypatch.setattr(device_scalars, "MOST", 2)
+    monkeypatch.setattr(limits, "MAX_PENDING_SCALARS", 2)
     never = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
     stream = SimpleNamespace(device="cuda:0", record_event=lambda: never)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
@@ -129,7 +129,7 @@ def test_threads_that_log_at_once_lose_nothing_and_may_log_when_told(cuda: Cuda)
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
-    values.deliver(at_least=device_scalars.MOST)
+    values.deliver(at_least=limits.MAX_PENDING_SCALARS)
     assert len(got) == len(set(got)) == len(again) == 1600
     for thread in range(8):
         own = [value for value in got if value // 1000 == thread]

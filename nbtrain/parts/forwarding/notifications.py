@@ -81,7 +81,7 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
 
 def reason(state: RunState) -> str:
     """Return why a run failed, was stopped, or hangs, without secrets; "" for one that is well."""
-    culprit = verdict.culprit(state)
+    culprit = verdict.find_culprit(state)
     if culprit is not None and state.status == "failed":
-        return f"rank {culprit.rank}: {mask_text(verdict.line(culprit, state))}"
+        return f"rank {culprit.rank}: {mask_text(verdict.describe_rank_failure(culprit, state))}"
     return state.explanation or state.hang

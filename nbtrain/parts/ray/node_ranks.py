@@ -30,6 +30,7 @@ from ...engines.spawn import add_ranks, begin_server
 from ...errors import LaunchError
 from ...findings import Finding
 from ...hangs import collectives, stacks
+from ...hangs import limits as hang_limits
 from ...hangs.exit_causes import Cause, OomKills
 from ...planning.world import Placement
 from ...system import host
@@ -276,7 +277,7 @@ class NodeRanks:
         """Return the end of a rank, with its cause and what it left."""
         rank, cause, code = ended.rank, Cause(ended.cause), ended.returncode
         if code == -signal.SIGKILL and rank not in self._killed and not cause.text:
-            cause = self._oom_kills.explain(node=self._order.name)
+            cause = self._oom_kills.explain_sigkill(node=self._order.name)
         names = (*growing_files(rank), node_events(self._order.world.node))
         sizes = {name: size(self.folder.path, name) for name in names}
         verdict, files = "failed" if code is None else "", tuple(self.folder.left_by(rank))
@@ -313,13 +314,13 @@ class NodeRanks:
 
     def write_stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files."""
-        asked = [stacks.send(self.folder, rank) for rank in ranks]
-        time.sleep(stacks.COURTESY)
-        stacks.urge(asked)
+        results = [stacks.send_signal(self.folder, rank) for rank in ranks]
+        time.sleep(hang_limits.PYTHON_REPLY_TIMEOUT_S)
+        stacks.retry_without_python(results)
 
     def dump_recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:
         """Return the dumps of the ranks' flight recorders, of those that answer."""
-        dumps = {rank: collectives.dump(self.folder.recorder(rank), 0.5) for rank in ranks}
+        dumps = {rank: collectives.fetch_dump(self.folder.recorder(rank), 0.5) for rank in ranks}
         return {rank: dump for rank, dump in dumps.items() if dump is not None}
 
     def close(self) -> None:

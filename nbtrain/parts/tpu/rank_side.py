@@ -12,7 +12,7 @@ from typing import Any
 from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
 from ...transport.job import Job
-from ...worker import device_scalars, hooks
+from ...worker import device_scalars, hooks, limits
 from ...worker.device_scalars import Then
 from ...worker.rank_sides import RankSide
 from . import xla
@@ -69,7 +69,7 @@ class XlaScalars:
         device = str(next(iter(tensors.values())).device)
         waiting = self._waiting.setdefault(device, [])
         waiting.append(({name: tensor.detach() for name, tensor in tensors.items()}, then))
-        if len(waiting) >= device_scalars.MOST:
+        if len(waiting) >= limits.MAX_PENDING_SCALARS:
             # By this thread: another that computes values, beside one that goes on recording
             # what is to be computed, was seen to abort the process.
             self._ended.put(self._waiting.pop(device))

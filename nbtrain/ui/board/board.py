@@ -161,7 +161,7 @@ def _memory(state: RunState) -> str:
 
 def _log(state: RunState, choices: ViewChoices) -> str:
     """Draw the log, folded unless the user unfolds it, or a rank has failed."""
-    is_folded = not choices.has_log and verdict.culprit(state) is None
+    is_folded = not choices.has_log and verdict.find_culprit(state) is None
     return log_panel.draw(state, choices.rank, is_folded=is_folded)
 
 

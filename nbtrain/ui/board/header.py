@@ -88,7 +88,7 @@ def sentence(state: RunState, now: float) -> str:
 
 def title(state: RunState, now: float) -> str:
     """Draw how the run is, its name, and what it runs on."""
-    failed = state.status == "failed" and verdict.culprit(state) is not None
+    failed = state.status == "failed" and verdict.find_culprit(state) is not None
     is_below = _is_restarted(state) or failed or _has_own_card(state)
     message = "" if is_below else state.message
     host = [] if state.is_over or state.host is not None else run_texts.lines(state)
@@ -180,7 +180,7 @@ def _has_moved(rank: RankState) -> bool:
 
 def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
     """Draw what is wrong, once, and what to do: a failure, a hang, a slow rank."""
-    culprit = verdict.culprit(state)
+    culprit = verdict.find_culprit(state)
     if culprit is not None:
         return card(theme.BAD, _failure(culprit, state))
     text = trouble(state)
@@ -204,13 +204,13 @@ def trouble(state: RunState) -> str:
 def _has_own_card(state: RunState) -> bool:
     """Whether a run ended badly, and no rank is to blame."""
     is_bad = state.status in ("failed", "lost", "timed out")
-    return is_bad and bool(state.message) and verdict.culprit(state) is None
+    return is_bad and bool(state.message) and verdict.find_culprit(state) is None
 
 
 def _reason(state: RunState) -> str:
     """Return why a run ended badly, without the advice that its last sentence is."""
     if state.status == "timed out":
-        return verdict.too_long(state)
+        return verdict.describe_timeout(state)
     return state.message
 
 
@@ -221,7 +221,7 @@ def _is_restarted(state: RunState) -> bool:
 
 def _failure(rank: RankState, state: RunState) -> str:
     """Draw a failure: rank and line, the exception, what to change, and the other ranks."""
-    line = verdict.line(rank, state)
+    line = verdict.describe_rank_failure(rank, state)
     place = verdict.line_of_failure(rank)
     head = f"rank {rank.rank}" + (f" at {place}" if place else "")
     seen = (each.text for each in rank.evidence if not line.startswith(each.text))
@@ -245,7 +245,7 @@ def next_step(state: RunState) -> str:
 def _endings(others: list[RankState], state: RunState) -> str:
     groups: dict[str, list[int]] = {}
     for rank in others:
-        echo = verdict.is_only_echo(rank, state)
+        echo = verdict.is_secondary(rank, state)
         groups.setdefault("lost peers" if echo else rank.status, []).append(rank.rank)
     named = (f"{shorten(format_ranks(ranks), 60)}: {ending}" for ending, ranks in groups.items())
     return " · ".join(named)

@@ -29,7 +29,7 @@ _WIDTH = 160
 
 def merged(state: RunState, count: int) -> list[tuple[str, str]]:
     """Return the last `count` lines of all ranks, as (ranks, line), with the cause's traceback."""
-    cause = verdict.culprit(state)
+    cause = verdict.find_culprit(state)
     ranks = [rank if rank is cause else _without_traceback(rank) for rank in state.ranks]
     talkers = sorted(ranks, key=_in_trouble_first)
     groups = merged_log.grouped(merged_log.tails(talkers, state, 2 * count))

@@ -91,7 +91,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     for rank in state.ranks:
         reason, badge = apart.reason(rank), rank_texts.badge(rank)
         is_named = bool(reason) or badge in worst
-        if is_named and not verdict.is_only_echo(rank, state) and len(single) < most:
+        if is_named and not verdict.is_secondary(rank, state) and len(single) < most:
             single.append(Row((rank,), reason, apart.waits_longer(rank)))
         else:
             alike.setdefault(badge, []).append(rank)
@@ -149,8 +149,12 @@ def _remark(row: Row, state: RunState) -> str:
     drawn = state.curves.all  # what has a curve is no rank's own: a validation is often rank 0's
     if state.world_size <= FEW and (others := rank_texts.metrics(rank, 5, but=drawn)):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
-    trouble = verdict.trouble(rank, state)
-    if trouble and not verdict.is_only_echo(rank, state) and rank is not verdict.culprit(state):
+    trouble = verdict.describe_trouble(rank, state)
+    if (
+        trouble
+        and not verdict.is_secondary(rank, state)
+        and rank is not verdict.find_culprit(state)
+    ):
         lines.append(escape(trouble))
     return "&ensp;".join(lines)
 
@@ -255,9 +259,9 @@ def memory_parts(rank: RankState) -> str:
 
 def _status(rank: RankState, state: RunState) -> str:
     """Draw how a rank is; one that only lost its peers has no part in the failure."""
-    is_echo = verdict.is_only_echo(rank, state)
+    is_echo = verdict.is_secondary(rank, state)
     status = "stopped" if is_echo else rank_texts.badge(rank)
-    text = verdict.trouble(rank, state) if is_echo else status
+    text = verdict.describe_trouble(rank, state) if is_echo else status
     return f"{theme.sign(status)}&nbsp;{escape(text)}"
 
 
@@ -276,7 +280,7 @@ def _bar(row: Row, state: RunState) -> str:
     done, rank = _share(row), row.first
     if done is None:
         return ""
-    quiet = rank.status == "stopped" or verdict.is_only_echo(rank, state)
+    quiet = rank.status == "stopped" or verdict.is_secondary(rank, state)
     fills = {"running": theme.BLUE, "done": theme.GREEN if state.is_over else theme.BLUE}
     colour = theme.GREY if quiet else fills.get(rank.status, theme.GREY)
     name = shorten(format_ranks([each.rank for each in row.ranks]), 40)

@@ -21,7 +21,7 @@ _thread = threading.local()
 
 def watch() -> None:
     """Tell of batches."""
-    iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"  # seen in torch 2.4 to 2.13
+    iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"  # seen in torch 2.7 to 2.13
     patch(iterator, "__next__", _next)
     patch(iterator, "_next_index", _next_index)
 

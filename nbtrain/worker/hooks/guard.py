@@ -78,6 +78,6 @@ def skip_in_compiler(module: Any) -> None:
     for each number that they count, and warns. The public way (`torch.compiler.disable`) imports
     the compiler, which takes seconds. This takes 8 ms, so ranks inherit it from the kernel.
     """
-    if module not in _skipping and hasattr(module, "add"):  # seen in torch 2.4 to 2.13
+    if module not in _skipping and hasattr(module, "add"):  # seen in torch 2.7 to 2.13
         _skipping.append(module)
         module.add("nbtrain")

@@ -47,7 +47,7 @@ def forget_scaling() -> None:
 def divisor(loss: Any) -> int:
     """Return the whole number that a loss was divided by last, as ``loss / steps`` does; 1: none.
 
-    Its node in the graph has it (private, seen in torch 2.4 to 2.13).
+    Its node in the graph has it (private, seen in torch 2.7 to 2.13).
     """
     node: Any = getattr(loss, "grad_fn", None)
     if type(node).__name__ == "AliasBackward0":  # made a subclass of tensors, again

@@ -11,7 +11,7 @@ from .observer import tell
 _WRAPPERS = (
     "torch.nn.parallel.distributed:DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",  # torch 2.6 to 2.13
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",  # torch 2.7 to 2.13
     "deepspeed.runtime.engine:DeepSpeedEngine",
 )
 

@@ -37,12 +37,11 @@ def _during(phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _watch_compiler(module: ModuleType) -> None:
-    handler = getattr(module, "callback_handler", None)  # torch 2.5 and later
-    if handler is not None:
-        for name, phase in (("start", "compiling"), ("end", "")):
-            report = partial(_compiler, phase)
-            getattr(handler, f"register_{name}_callback")(report)
-            undo_later(partial(getattr(handler, f"remove_{name}_callback"), report))
+    handler: Any = module.callback_handler
+    for name, phase in (("start", "compiling"), ("end", "")):
+        report = partial(_compiler, phase)
+        getattr(handler, f"register_{name}_callback")(report)
+        undo_later(partial(getattr(handler, f"remove_{name}_callback"), report))
 
 
 def _compiler(phase: str, *_: Any) -> None:

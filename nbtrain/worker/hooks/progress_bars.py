@@ -18,11 +18,9 @@ from itertools import count
 from typing import Any
 
 from ...system.instrumentation import patch, replace, when_imported
+from .. import limits
 from .guard import telemetry
 from .observer import tell
-
-INTERVAL = 0.1
-"""Seconds between two reports of a bar, at least; its end is always reported."""
 
 
 class _Nowhere(io.TextIOBase):
@@ -138,7 +136,7 @@ def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     # set_postfix() draws at every iteration, whatever the bar's own interval.
     if not closed and time.monotonic() < bar._nbtrain_due:
         return
-    bar._nbtrain_due = time.monotonic() + INTERVAL
+    bar._nbtrain_due = time.monotonic() + limits.BAR_REPORT_INTERVAL_S
     try:
         done, total = _plain(n), None if bar.total is None else _plain(bar.total)
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern

@@ -46,7 +46,7 @@ def watch_steps() -> None:
     when_imported("torch.optim.optimizer", _hook)
     patch("fastai.optimizer:Optimizer", "step", _step)
     patch("deepspeed.runtime.engine:DeepSpeedEngine", "step", _engine_step)
-    # Private (seen in torch 2.4 to 2.13): a step with zero gradients, so that there is a state.
+    # Private (seen in torch 2.7 to 2.13): a step with zero gradients, so that there is a state.
     patch("torch.distributed.checkpoint.state_dict", "_init_optim_state", _without_steps)
 
 

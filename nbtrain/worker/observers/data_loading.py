@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .. import limits
 from ..hooks import Observer
 from .evidence.data_order import DataOrder
-
-ENDLESS = 1_000_000_000
-"""Batches of a pass that nobody waits for: its sampler has a length, and the loop another end."""
 
 
 @dataclass(eq=False)
@@ -194,7 +192,7 @@ def _length(iterator: Any) -> int | None:
     try:
         loader = iterator if iterator._dataset_kind == 0 else loader_of(iterator)
         length = len(loader) if loader is not None else None
-        return length if length is not None and length < ENDLESS else None
+        return length if length is not None and length < limits.ENDLESS_PASS_BATCHES else None
     except Exception:  # a sampler without a length, or with an unusual one
         return None
 

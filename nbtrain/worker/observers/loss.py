@@ -9,18 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import limits
 from ..device_scalars import ScalarReader, captures, is_late
 from ..hooks import Observer, losses
-from .totals.loops import name_of
-
-INTERVAL = 0.5
-"""Seconds between two losses that are read off a GPU or TPU."""
-
-FIRST_STEPS = 256
-"""Steps from the start whose losses are all reported: a short training is a curve, too."""
-
-SKIPPED = 10
-"""Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
 
 
 @dataclass(slots=True)
@@ -69,7 +60,7 @@ class LossMeter(Observer):
         self._moment = _Moment(0)  # of the last backward
         self._moment_on_device = self._moment
         self._each: list[tuple[_Moment, float]] = []  # since the last report
-        self._names: dict[int, str] = {}  # of optimizers that step on a loss of their own, by id
+        self._owners: list[int] = []  # ids of optimizers that step on a loss of their own
         self._last_owner = 0
         self._takes_turns = False
         self._to_read = 0  # losses on a GPU: one of each optimizer
@@ -79,7 +70,7 @@ class LossMeter(Observer):
         self._on_device: Any = None  # the last one on a GPU or TPU, detached: for the end
         self._shares = 0  # backwards since the last step
         self._accumulation: int | None = None  # the most backwards that one step had
-        self._held: list[tuple[_Moment, float]] = []  # until that is known
+        self._shares_to_take: list[tuple[_Moment, float]] = []  # losses, until that is known
         self._due = 0.0
 
     def take(self) -> float | None:
@@ -102,7 +93,7 @@ class LossMeter(Observer):
 
     def settle(self) -> None:
         """Take it that a loop without an optimizer of torch's makes its own steps."""
-        self._take_held()
+        self._take_shares()
         if self._suspect is not None and not self._steps:
             self._suspect.has_led_to_step = True
             self._judge(self._suspect)
@@ -112,40 +103,40 @@ class LossMeter(Observer):
         losses.forget_scaling()
         self._accumulation = max(self._accumulation or 0, self._shares)
         self._shares = 0
-        if self._held:
-            self._take_held()
+        if self._shares_to_take:
+            self._take_shares()
         self._steps = steps
         self.before_step = self.total, self.count
         if not self._moment.optimizer:
             self._moment.optimizer = key = id(optimizer)
             if key != self._last_owner or self._takes_turns:
-                self._own(optimizer)
+                self._note_owner(key)
         if getattr(optimizer, "found_inf", None) is None:  # else a scaler has it skip by itself
             self._moment.has_led_to_step = True
         if self._suspect is not None:
             self._judge(self._suspect)
 
-    def _take_held(self) -> None:
+    def _take_shares(self) -> None:
         self._accumulation = self._accumulation or 0
-        held, self._held = self._held, []
-        for moment, value in held:
+        shares, self._shares_to_take = self._shares_to_take, []
+        for moment, value in shares:
             self._take(value, moment)
 
-    def _own(self, optimizer: Any) -> None:
-        """Note whose the last loss is; optimizers that take turns have a curve each."""
-        key, moment = id(optimizer), self._moment
-        if key in self._names and key != self._last_owner and not self._takes_turns:
+    def _note_owner(self, key: int) -> None:
+        """Note the optimizer that steps on the last loss; those that take turns have a curve each.
+
+        Optimizers are numbered in the order of their first steps: `loss 1`, `loss 2`.
+        """
+        if key in self._owners and key != self._last_owner and not self._takes_turns:
             self._takes_turns = True
-            self.total, self.count = 0.0, 0  # of both: from now on, of the first alone
-            is_clear = len({*self._names.values()} - {""}) == len(self._names)
-            for number, (each, name) in enumerate(self._names.items(), 1):
-                self._names[each] = f"loss ({name})" if is_clear else f"loss {number}"
-        if key not in self._names:
-            self._names[key] = name_of(optimizer, sys._getframe(2))
+            self.total, self.count = 0.0, 0  # until now of all losses, from now on of the first's
+        if key not in self._owners:
+            self._owners.append(key)
         self._last_owner = key
-        if self._takes_turns and moment.value is not None and key == next(iter(self._names)):
-            self._value = moment.value
-            self._add(moment.value)
+        value = self._moment.value
+        if self._takes_turns and value is not None and key == self._owners[0]:
+            self._value = value
+            self._add(value)
 
     def _add(self, value: float) -> None:
         if value - value == 0.0:  # finite, asked the quickest way
@@ -159,8 +150,11 @@ class LossMeter(Observer):
             return tuple((moment.steps + 1, value, "") for moment, value in each)
         if each and not each[-1][0].optimizer:  # no step has followed yet
             self._each = [each.pop()]
-        named = [(m.steps + 1, v, self._names.get(m.optimizer, "")) for m, v in each]
-        return tuple(row for row in named if row[2])
+        return tuple(
+            (moment.steps + 1, value, f"loss {self._owners.index(moment.optimizer) + 1}")
+            for moment, value in each
+            if moment.optimizer in self._owners
+        )
 
     def scaling(self) -> None:
         """Take note that a scaler may skip steps."""
@@ -184,7 +178,7 @@ class LossMeter(Observer):
             return
         self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
         self._shares += 1
-        if self._steps < FIRST_STEPS:  # who compares ranks wants the first few
+        if self._steps < limits.MAX_FIRST_LOSSES:  # who compares ranks wants the first few
             self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
@@ -195,8 +189,8 @@ class LossMeter(Observer):
             now = time.monotonic()
             is_cuda = loss.device.type == "cuda"
             if now >= self._due and not (is_cuda and captures.under_way(torch)):
-                self._due = now + INTERVAL
-                self._to_read = len(self._names) if self._takes_turns else 1
+                self._due = now + limits.REPORT_INTERVAL_S
+                self._to_read = len(self._owners) if self._takes_turns else 1
             if self._to_read:
                 self._to_read -= 1
                 self.read_last()
@@ -207,16 +201,16 @@ class LossMeter(Observer):
 
     def _take(self, value: float, moment: _Moment) -> None:
         if moment.divisor > 1:
-            if self._accumulation is None and len(self._held) < FIRST_STEPS:
-                self._held.append((moment, value))
+            if self._accumulation is None and len(self._shares_to_take) < limits.MAX_FIRST_LOSSES:
+                self._shares_to_take.append((moment, value))
                 return
             # A share of an accumulation, and not a mean that the user writes as a quotient.
             value *= moment.divisor if moment.divisor == self._accumulation else 1
         moment.value = value
-        if not self._takes_turns or moment.optimizer == next(iter(self._names)):
+        if not self._takes_turns or moment.optimizer == self._owners[0]:
             self._value = value
             self._add(value)
-        if moment.steps < FIRST_STEPS or self._takes_turns:
+        if moment.steps < limits.MAX_FIRST_LOSSES or self._takes_turns:
             self._remember(moment, value)
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
@@ -230,8 +224,8 @@ class LossMeter(Observer):
     def _remember(self, moment: _Moment, value: float) -> None:
         """Keep a loss for a curve: of the first steps, and the last of each optimizer."""
         each = self._each
-        if moment.steps >= FIRST_STEPS:
-            each[:] = each[-len(self._names) :]
+        if moment.steps >= limits.MAX_FIRST_LOSSES:
+            each[:] = each[-len(self._owners) :]
         elif each and each[-1][0].steps == moment.steps and not self._takes_turns:
             each.pop()  # the last of an accumulation, or of two that take turns
         each.append((moment, value))
@@ -239,5 +233,7 @@ class LossMeter(Observer):
     def _judge(self, moment: _Moment) -> None:
         """Report a loss that is not finite once a step followed it: a loop may skip that step."""
         self.has_diverged = self.has_diverged or moment.has_led_to_step
-        if self._not_finite >= SKIPPED or (self.has_diverged and not self._has_scaler):
+        if self._not_finite >= limits.MAX_SKIPPED_LOSSES or (
+            self.has_diverged and not self._has_scaler
+        ):
             self._on_diverged(*self._first)

@@ -41,7 +41,7 @@ class PrecisionMeter(Observer):
     def autocast(self, context: Any) -> None:
         """Take note of the first autocast to fewer bits."""
         if not self._autocast:
-            dtype = str(context.fast_dtype).removeprefix("torch.")  # seen in torch 2.4 to 2.13
+            dtype = str(context.fast_dtype).removeprefix("torch.")  # seen in torch 2.7 to 2.13
             self._autocast = _SHORT.get(dtype, "") if context._enabled else ""
 
 

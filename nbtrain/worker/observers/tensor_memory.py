@@ -20,16 +20,8 @@ from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...transport.weights.tensor_kinds import dense_parts, has_no_bytes
+from .. import limits
 from ..hooks import Observer
-
-EVERY = 10.0
-"""Seconds between two counts, at least."""
-
-SHARE = 0.001
-"""The part of the rank's time that counting may take."""
-
-SOON = 1.0
-"""Seconds after a count, at least, in which an optimizer that is new has the next one made."""
 
 
 class TensorMemoryMeter(Observer):
@@ -80,8 +72,8 @@ class TensorMemoryMeter(Observer):
             self._reported = event
             self._writer.write(event)
         took = time.perf_counter() - begun
-        self._soon = now + max(SOON, 100 * took)
-        self._due = now + max(EVERY, took / SHARE)
+        self._soon = now + max(limits.NEW_OPTIMIZER_COUNT_INTERVAL_S, 100 * took)
+        self._due = now + max(limits.MEMORY_COUNT_INTERVAL_S, took / limits.MAX_MEMORY_COUNT_SHARE)
 
 
 def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.TensorMemory:

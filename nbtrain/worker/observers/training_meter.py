@@ -19,7 +19,7 @@ from ...findings import Finding
 from ...planning.plan import Plan
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import api, hooks
+from .. import api, hooks, limits
 from ..api import Reporter
 from ..device_scalars import captures
 from ..hooks import Observer
@@ -30,15 +30,6 @@ from .loss import LossMeter
 from .precision import PrecisionMeter
 from .totals.training_place import TrainingPlace
 from .totals.trainings import TrainingCount
-
-INTERVAL = 0.5
-"""Seconds between two reports, and two looks at the loops around a step."""
-
-REST = 1.0
-"""Seconds without a step or a batch after which the last counts are written."""
-
-NEXT_LOOK = 0.02
-"""Seconds after which a new pass over the data is worth a look."""
 
 
 class TrainingMeter(Observer):
@@ -130,8 +121,10 @@ class TrainingMeter(Observer):
     def _look(self, now: float) -> None:
         looked, passes = self._looked
         fed = self._loading.fed_passes
-        is_due = now >= looked + (INTERVAL if passes == fed else NEXT_LOOK)
-        is_due = is_due or (passes != fed and self._place.is_beyond(self._steps, fed))
+        is_new_pass = passes != fed
+        interval = limits.NEW_PASS_LOOK_INTERVAL_S if is_new_pass else limits.REPORT_INTERVAL_S
+        is_due = now >= looked + interval
+        is_due = is_due or (is_new_pass and self._place.is_beyond(self._steps, fed))
         # Not in the first step, for which the user waits: to read source takes 10 ms in a fork.
         if self._steps > 1 and is_due:
             self._looked = now, fed
@@ -180,7 +173,7 @@ class TrainingMeter(Observer):
             return
         torch = _torch_with_cuda()
         if not (torch and captures.under_way(torch)):
-            self._due = now + INTERVAL
+            self._due = now + limits.REPORT_INTERVAL_S
             self._reader.deliver()
             self._work.look_at_exchange()
             self._report(now, self._loss.take())
@@ -189,9 +182,11 @@ class TrainingMeter(Observer):
     def _report_rests(self) -> None:
         """Report the counts of a rank that has stopped counting: it may hang, so in a thread."""
         reported = 0.0
-        while not self._over.wait(REST):
+        while not self._over.wait(limits.STANDSTILL_REPORT_AFTER_S):
             ticked = self._ticked
-            if reported != ticked <= time.monotonic() - REST and ticked > self._due - INTERVAL:
+            stands_still = ticked <= time.monotonic() - limits.STANDSTILL_REPORT_AFTER_S
+            is_unreported = ticked > self._due - limits.REPORT_INTERVAL_S
+            if ticked != reported and stands_still and is_unreported:
                 reported = ticked
                 self._report(ticked, None, rests=True)
 
@@ -220,10 +215,9 @@ class TrainingMeter(Observer):
             **_gpu_memory(self._gpu),
         )
         self._writer.write(update)
-        for finding in (
-            self._loading.order.take() if self._rank == 0 else ()
-        ):  # all have one program
-            self._writer.write(ev.RunNote.of(finding))
+        if self._rank == 0:  # all ranks run one program
+            for finding in self._loading.order.take():
+                self._writer.write(ev.RunNote.of(finding))
 
 
 def _gpu_memory(gpu: int | None) -> dict[str, int]:

@@ -24,25 +24,7 @@ from ...system.text import format_bytes, plural, shorten, text_of_html
 from ...tracking import clock
 from ...tracking import events as ev
 from ...transport import result_pickler
-from .. import api
-
-LARGEST = 900_000
-"""Bytes of one display that are sent, as JSON: readers break lines of a mebibyte.
-
-Of a larger one, only its text is sent.
-"""
-
-MOST = 50
-"""Displays of one task and rank that are sent, but for those that are in the place of another."""
-
-ROOM = 16_000_000
-"""Bytes that the displays of rank 0 may take, and those of all others together."""
-
-LIGHT = 1 << 20
-"""Bytes up to which the value of a cell's last expression is sent beside what it looks like."""
-
-WORDS = 4000
-"""Characters of the words of HTML that the log has."""
+from .. import api, limits
 
 _KINDS = ("text/html", "image/png", "image/svg+xml", "image/jpeg", "text/latex", "text/markdown")
 _LEFT_OUT = "nbtrain: left out"
@@ -148,14 +130,16 @@ class RichOutput:
         if not bundle or not (self._shows_values or set(bundle) - {"text/plain"}):
             return
         size = _size(bundle)
-        if size > LARGEST:
-            text = bundle.get("text/plain", "")[: LARGEST // 8]  # a character has six bytes at most
+        if size > limits.MAX_DISPLAY_BYTES:
+            # A character has six bytes at most.
+            text = bundle.get("text/plain", "")[: limits.MAX_DISPLAY_BYTES // 8]
             bundle = {"text/plain": f"{text} ({format_bytes(size)} is too much to display)"}
         event = ev.Displayed(clock.now(), reporter.rank, bundle, name, self._clears)
         if self._clears:
             self._names.clear()
         self._clears = False
-        self._send(event, room=ROOM if reporter.rank == 0 else ROOM // reporter.world_size)
+        sharing_ranks = 1 if reporter.rank == 0 else reporter.world_size
+        self._send(event, room=limits.MAX_ALL_DISPLAYS_BYTES // sharing_ranks)
 
     def _print(self, text: str, name: str) -> None:
         """Log the text of a display; of those that update one of a `name`, the last at the end."""
@@ -167,9 +151,10 @@ class RichOutput:
     def _send(self, event: ev.Displayed, room: int) -> None:
         size = _size(event.data)
         is_new = not event.name or event.name not in self._names
-        if self._spent + size > room or (is_new and len(self._names) >= MOST):
+        if self._spent + size > room or (is_new and len(self._names) >= limits.MAX_DISPLAYS):
             if not self._left_out:
-                much = f"{MOST} displays" if is_new and self._spent + size <= room else "so much"
+                is_number = is_new and self._spent + size <= room
+                much = f"{limits.MAX_DISPLAYS} displays" if is_number else "so much"
                 text = f"… more than {much}: only the last display is shown after this"
                 self._write(ev.Displayed(event.time, event.rank, {"text/plain": text}, _LEFT_OUT))
             self._left_out += 1
@@ -203,7 +188,7 @@ def _words(data: Mapping[str, Any]) -> str:
         html = text
     if type(html) is not str:
         return str(text or "")
-    return shorten(text_of_html(html[:LARGEST]), WORDS)
+    return shorten(text_of_html(html[: limits.MAX_DISPLAY_BYTES]), limits.MAX_LOGGED_HTML_CHARS)
 
 
 def _text_of(form: Any) -> str | None:
@@ -226,7 +211,7 @@ def _has_figures() -> bool:
 def _light(value: Any) -> Any:
     """Return a value that is small enough to be sent, else None."""
     try:
-        result_pickler.dumps(value, limit=LIGHT)
+        result_pickler.dumps(value, limit=limits.MAX_CELL_VALUE_BYTES)
     except Exception:  # too large, or any reducer of any class
         return None
     return value

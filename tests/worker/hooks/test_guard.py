@@ -86,9 +86,9 @@ def test_what_is_compiled_is_the_same_watched_and_unwatched(kind: str) -> None:
 
         from torch._dynamo.utils import counters
 
-        from nbtrain.worker.observers import training_meter
+        from nbtrain.worker import limits
 
-        training_meter.INTERVAL = 0.0  # every step is reported
+        limits.REPORT_INTERVAL_S = 0.0  # every step is reported
         step = step_of(kind)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

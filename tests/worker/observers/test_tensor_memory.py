@@ -12,10 +12,10 @@ import nbtrain
 from nbtrain.system import instrumentation
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
-from nbtrain.worker import hooks
+from nbtrain.worker import hooks, limits
 from nbtrain.worker.hooks import guard
 from nbtrain.worker.observers import tensor_memory
-from nbtrain.worker.observers.tensor_memory import EVERY, TensorMemoryMeter, counted
+from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, counted
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -98,22 +98,23 @@ class Log:
 def test_it_is_counted_after_the_first_step_and_then_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensor_memory, "SHARE", 1.0)  # a busy machine counts for 12 ms, too
+    # On a busy machine one count takes up to 12 ms, and the share would postpone the next one.
+    monkeypatch.setattr(limits, "MAX_MEMORY_COUNT_SHARE", 1.0)
     log = Log()
     seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     seen.first_stepped(optimizer)
-    for now in (100.0, 100.1, 100.2, 99.9 + EVERY):
+    for now in (100.0, 100.1, 100.2, 99.9 + limits.MEMORY_COUNT_INTERVAL_S):
         seen.stepped(optimizer, now)
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
     assert [e.weights for e in log.events] == [12]
-    seen.stepped(optimizer, 101.0 + EVERY)
+    seen.stepped(optimizer, 101.0 + limits.MEMORY_COUNT_INTERVAL_S)
     assert [e.weights for e in log.events] == [12, 60]
-    seen.stepped(optimizer, 102.0 + 2 * EVERY)
+    seen.stepped(optimizer, 102.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
     assert len(log.events) == 2  # nothing new
     other = torch.optim.SGD([nn.Parameter(torch.ones(5))])
     seen.first_stepped(other)
-    seen.stepped(other, 103.0 + 2 * EVERY)
+    seen.stepped(other, 103.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
     assert log.events[-1].weights == 80
 
 

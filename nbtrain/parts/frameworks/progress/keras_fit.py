@@ -16,8 +16,8 @@ from ....tracking.event_log import EventWriter
 from ....worker import api, hooks
 from ....worker.hooks.guard import guarded
 from ....worker.hooks.observer import Observer, listeners
+from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.trainings import TrainingCount
-from ....worker.observers.training_meter import INTERVAL
 
 _PURPOSE = "reporting the progress of Keras"
 _telemetry = guarded(_PURPOSE)
@@ -100,7 +100,7 @@ class FitMeter(Observer):
         self._steps = api.optimizer_steps = self._steps_before + self._batch
         self._now = time.monotonic()
         if self._now >= self._due:
-            self._due = self._now + INTERVAL
+            self._due = self._now + REPORT_INTERVAL_S
             self._report(callbacks, logs)
 
     @_telemetry

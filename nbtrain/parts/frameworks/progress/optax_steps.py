@@ -19,8 +19,8 @@ from ....tracking.event_log import EventWriter
 from ....worker import api, hooks
 from ....worker.hooks.guard import guarded
 from ....worker.hooks.observer import Observer
+from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.training_place import TrainingPlace
-from ....worker.observers.training_meter import INTERVAL
 
 _PURPOSE = "counting the steps of optax"
 
@@ -61,7 +61,7 @@ class UpdateMeter(Observer):
         self._steps = api.optimizer_steps = api.optimizer_steps + 1
         now = time.monotonic()
         if now >= self._due:
-            self._began, self._due = self._began or now, now + INTERVAL
+            self._began, self._due = self._began or now, now + REPORT_INTERVAL_S
             self._place.look(self._steps, 0)
             self._report()
 

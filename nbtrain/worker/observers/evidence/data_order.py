@@ -7,13 +7,11 @@ import weakref
 from typing import Any
 
 from ....findings import Finding
+from ... import limits
 from ...hooks.guard import guarded
 from .work_sample import digest
 
 _harmless = guarded("looking at the order of the data")
-
-PASSES = 3
-"""Passes in one order that are a fault: an epoch may go over its data twice."""
 
 _SAME_ORDER = Finding(
     "set-epoch",
@@ -55,7 +53,7 @@ class DataOrder:
         epoch, passes = self._epochs.get(sampler, (None, 0))
         passes = passes + 1 if epoch == sampler.epoch else 1
         self._epochs[sampler] = sampler.epoch, passes
-        if passes == PASSES:
+        if passes == limits.SAME_ORDER_PASSES:
             self._find(_SAME_ORDER)
 
     @_harmless

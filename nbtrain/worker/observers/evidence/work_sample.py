@@ -21,22 +21,10 @@ from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
-from ... import hooks
+from ... import hooks, limits
 from ...device_scalars import captures
 from ...hooks import Observer
 from ...hooks.guard import guarded
-
-STEPS = 10
-"""Steps after which a rank reports for the first time."""
-
-FIRST = 8
-"""Batches and losses that are compared, the first ones."""
-
-WEIGHTS = 8
-"""Parameters that are compared, from all over the model."""
-
-BYTES = 1 << 16
-"""Bytes of a tensor that count, the first ones."""
 
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
 """Libraries by which ranks may train together without torch's process group."""
@@ -82,7 +70,7 @@ class WorkSampler(Observer):
 
     def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Take a batch that a loader gave."""
-        if self.is_sampling and len(self._batches) < FIRST:
+        if self.is_sampling and len(self._batches) < limits.COMPARED_BATCHES:
             self._splits_data = self._splits_data if self._batches else _splits_data(iterator)
             self._batches.append(digest(batch))
             self._look_at_group()
@@ -95,7 +83,8 @@ class WorkSampler(Observer):
         if self._has_stepped and self._counts is not None:  # DDP broadcasts buffers in between
             self._gathers |= not self._has_buffers and collectives() != self._counts[1]
         self._has_stepped = False
-        if self.is_sampling and len(self._losses) < FIRST and loss.device.type in ("cpu", "cuda"):
+        is_wanted = self.is_sampling and len(self._losses) < limits.COMPARED_BATCHES
+        if is_wanted and loss.device.type in ("cpu", "cuda"):
             self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
 
     @_harmless
@@ -106,12 +95,13 @@ class WorkSampler(Observer):
             self._place, self._library = _user_place()
             self._excuse |= _trains_otherwise(optimizer)
             every = [p for group in optimizer.param_groups for p in group["params"]]
-            self._trained = [weakref.ref(p) for p in every[:: -(-len(every) // WEIGHTS) or 1]]
+            stride = -(-len(every) // limits.COMPARED_PARAMETERS) or 1
+            self._trained = [weakref.ref(p) for p in every[::stride]]
         self.look_at_exchange()
         self._has_stepped = self.is_sampling
         torch: Any = sys.modules["torch"]
         is_capturing = torch.cuda.is_initialized() and captures.under_way(torch)
-        if steps >= STEPS and not is_capturing:
+        if steps >= limits.COMPARED_STEPS and not is_capturing:
             self.is_sampling = False
             self._report(None, is_last=False)
 
@@ -212,13 +202,14 @@ def _parts(batch: Any, depth: int = 4) -> Iterator[bytes]:
     torch: Any = sys.modules["torch"]
     if isinstance(batch, torch.Tensor):
         if batch.device.type in ("cpu", "cuda") and batch.layout is torch.strided:
-            flat = batch.detach().reshape(-1)[: BYTES // max(1, batch.element_size())].cpu()
+            count = limits.CHECKSUM_BYTES // max(1, batch.element_size())
+            flat = batch.detach().reshape(-1)[:count].cpu()
             yield str(tuple(batch.shape)).encode()
             yield flat.contiguous().view(torch.uint8).numpy().tobytes()
     elif isinstance(batch, (str, int, float, bytes)):
-        yield repr(batch)[:BYTES].encode()
+        yield repr(batch)[: limits.CHECKSUM_BYTES].encode()
     elif hasattr(batch, "tobytes") and getattr(batch, "dtype", "object") != "object":
-        yield batch.tobytes()[:BYTES]
+        yield batch.tobytes()[: limits.CHECKSUM_BYTES]
     elif depth and isinstance(batch, (list, tuple, Mapping)):
         for part in list(batch.values() if isinstance(batch, Mapping) else batch)[:64]:
             yield from _parts(part, depth - 1)
@@ -234,7 +225,7 @@ def is_in_group() -> bool:
 
 def collectives() -> int:
     """Return how many collectives this process has begun, in any group."""
-    world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.4 to 2.13
+    world: Any = sys.modules["torch.distributed.distributed_c10d"]._world  # seen in 2.7 to 2.13
     return sum(map(begun_in, list(world.pg_map)))
 
 

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 from ....planning.task_values import global_names
 from ....system.source_files import RANK_BODY, is_own
-
-_DEEPEST = 60
-"""Frames that are looked at."""
+from ... import limits
 
 _BARS = ("tqdm", "trange", "track", "progress", "progress_bar", "tqdm_notebook", "notebook_tqdm")
 _NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threading")
@@ -91,22 +89,8 @@ def loops_around(frame: FrameType | None) -> Loops | None:
     return Loops(tuple(reversed(known)), has_inner, tuple(reversed(key)))
 
 
-def name_of(value: Any, frame: FrameType | None) -> str:
-    """Return the name of the variable around a frame that holds a value; "" where none does.
-
-    An optimizer may be in one that Accelerate has prepared.
-    """
-    for around in _frames(frame):
-        with _variables(around) as variables:
-            for name, each in variables.maps[0].items():
-                inner = vars(each).get("optimizer") if hasattr(each, "__dict__") else None
-                if each is value or (inner is value and type(each).__name__.endswith("Optimizer")):
-                    return name
-    return ""
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_DEEPEST):
+    for _ in range(limits.MAX_FRAMES):
         if frame is None or frame.f_code.co_filename in RANK_BODY:
             return
         module = str(frame.f_globals.get("__name__", ""))
@@ -319,8 +303,8 @@ def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
         case ast.BinOp(left, sign, right):
             numbers = (_whole(_value(each, variables)) for each in (left, right))
             return _OPERATORS[type(sign)](*numbers)
-        case ast.Call(ast.Name("range"), limits, []):
-            return range(*(_whole(_value(limit, variables)) for limit in limits))
+        case ast.Call(ast.Name("range"), bounds, []):
+            return range(*(_whole(_value(bound, variables)) for bound in bounds))
         case ast.Call(ast.Name("len"), [inner], []):
             return len(_value(inner, variables))
         case ast.Call(ast.Name("int"), [inner], []):

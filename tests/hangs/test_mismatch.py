@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import nbtrain
-from nbtrain.hangs import unmatched
+from nbtrain.hangs import mismatch
 from nbtrain.tracking.state import RankState, RunState
 from tests.support.runs import launch, picture
 
@@ -30,7 +30,7 @@ def returned(rank: int, last: int) -> RankState:
 
 
 def explained(state: RunState) -> str:
-    return unmatched.explain(state.ranks[0], state, lambda rank: f"line {rank.rank + 1}")
+    return mismatch.explain_mismatch(state.ranks[0], state, lambda rank: f"line {rank.rank + 1}")
 
 
 def test_a_rank_that_returned_without_the_call_is_named() -> None:
@@ -96,5 +96,5 @@ def test_a_call_that_one_rank_alone_makes_is_the_headline(
     report = nbtrain.last_run().failure  # type: ignore[union-attr]
     assert report is not None
     assert (report.kind, report.rank) == ("communication", rank)
-    assert report.headline.startswith(f"waited in {call}(test_unmatched.py, line ")
+    assert report.headline.startswith(f"waited in {call}(test_mismatch.py, line ")
     assert f"rank {1 - rank} returned without it" in "".join(caught.value.__notes__)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.hangs import hangs
-from nbtrain.hangs.collectives import DEFAULT, ON_NCCL, Collective, FlightRecord
+from nbtrain.hangs import explain
+from nbtrain.hangs.collectives import DEFAULT_GROUP, NCCL_SUFFIX, Collective, FlightRecord
 from nbtrain.hangs.stacks import RankStack, StackFrame
 
 NOW = 1_000_000.0
@@ -19,7 +19,7 @@ TORCH = StackFrame(
 
 
 def recorded(
-    *names: str, group: str = DEFAULT, done: bool = False, ago: float = 300, shape: Any = (4,)
+    *names: str, group: str = DEFAULT_GROUP, done: bool = False, ago: float = 300, shape: Any = (4,)
 ) -> FlightRecord:
     """Return what a recorder knows after collectives, the last of which goes on."""
     ones = [
@@ -29,11 +29,13 @@ def recorded(
     return FlightRecord({group: tuple(ones)})
 
 
-def seen(ranks: int, *, at: dict[int, StackFrame] | None = None, **known: Any) -> hangs.Observation:
+def seen(
+    ranks: int, *, at: dict[int, StackFrame] | None = None, **known: Any
+) -> explain.Observation:
     stacks = {r: RankStack(r, frames=(f,)) for r, f in (at or {}).items()}
-    silent = dict.fromkeys(range(ranks), 300.0)
-    return hangs.Observation(
-        **{"now": NOW, "after": 300.0, "silent": silent, "stacks": stacks, **known}
+    silence_s = dict.fromkeys(range(ranks), 300.0)
+    return explain.Observation(
+        **{"now": NOW, "silence_limit_s": 300.0, "silence_s": silence_s, "stacks": stacks, **known}
     )
 
 
@@ -81,17 +83,17 @@ def forked(
 def test_a_rank_misses_the_notebooks_threads_where_nothing_else_can_end_its_wait(
     stacks: dict[int, RankStack], advice: str
 ) -> None:
-    text = hangs.explain(seen(1, stacks=stacks)).text
+    text = explain.explain_hang(seen(1, stacks=stacks)).text
     assert advice in text
     assert ("A fork copies no threads" in text) == bool(advice)
 
 
-CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]] = {
+CASES: dict[str, tuple[explain.Observation, str, tuple[int, ...], tuple[int, ...]]] = {
     "one never joined": (
         seen(
             4,
             at={0: REDUCING, 1: REDUCING, 2: REDUCING, 3: SLEEPING},
-            recorded={
+            records={
                 **dict.fromkeys(range(3), recorded("all_reduce", "all_reduce")),
                 3: recorded("all_reduce", done=True),
             },
@@ -104,7 +106,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             3,
             at={1: SLEEPING, 2: SLEEPING},
-            recorded={0: recorded("barrier"), 1: recorded(), 2: recorded()},
+            records={0: recorded("barrier"), 1: recorded(), 2: recorded()},
         ),
         "ranks 1–2 are at In[5], line 41: time.sleep(600); rank 0 waits in barrier #1 for them",
         (1, 2),
@@ -117,9 +119,10 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         (0,),
     ),
     "collectives that do not match": (
-        seen(2, at={0: REDUCING, 1: SLEEPING}, recorded={0: REDUCES, 1: recorded("broadcast")}),
+        seen(2, at={0: REDUCING, 1: SLEEPING}, records={0: REDUCES, 1: recorded("broadcast")}),
         "rank 0 is in all_reduce #1 of [4] (In[5], line 43), rank 1 is in broadcast #1 of [4] "
-        f"(In[5], line 41): these do not match, so no rank can continue. {hangs.SAME}",
+        "(In[5], line 41): these do not match, so no rank can continue. "
+        + explain.SAME_ORDER_ADVICE,
         (),
         (0, 1),
     ),
@@ -127,14 +130,14 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             2,
             at={0: SLEEPING, 1: SLEEPING},
-            recorded={
-                0: recorded("all_reduce", group=DEFAULT + ON_NCCL),
-                1: recorded("all_gather", group=DEFAULT + ON_NCCL),
+            records={
+                0: recorded("all_reduce", group=DEFAULT_GROUP + NCCL_SUFFIX),
+                1: recorded("all_gather", group=DEFAULT_GROUP + NCCL_SUFFIX),
             },
         ),
         "rank 0 is in all_reduce #1 of [4] (its code waits at In[5], line 41), rank 1 is in "
         "all_gather #1 of [4] (its code waits at In[5], line 41): these do not match, so no rank "
-        f"can continue. {hangs.SAME}",
+        f"can continue. {explain.SAME_ORDER_ADVICE}",
         (),
         (0, 1),
     ),
@@ -142,16 +145,19 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             2,
             at={0: SLEEPING, 1: SLEEPING},
-            recorded={0: recorded("all_reduce", group=DEFAULT + ON_NCCL), 1: FlightRecord()},
+            records={
+                0: recorded("all_reduce", group=DEFAULT_GROUP + NCCL_SUFFIX),
+                1: FlightRecord(),
+            },
         ),
         "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #1 for it",
         (1,),
         (0,),
     ),
     "shapes that do not match": (
-        seen(2, recorded={0: REDUCES, 1: recorded("all_reduce", shape=(5,))}),
+        seen(2, records={0: REDUCES, 1: recorded("all_reduce", shape=(5,))}),
         "rank 0 is in all_reduce #1 of [4], rank 1 is in all_reduce #1 of [5]: these do not match, "
-        f"so no rank can continue. {hangs.SHAPES}",
+        f"so no rank can continue. {explain.SAME_SHAPE_ADVICE}",
         (),
         (0, 1),
     ),
@@ -160,7 +166,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             2,
             at={1: SLEEPING},
-            recorded={
+            records={
                 0: recorded("broadcast", "all_reduce"),
                 1: recorded("broadcast", done=True),
             },
@@ -173,7 +179,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             3,
             at={1: SLEEPING, 2: REDUCING},
-            recorded={
+            records={
                 0: recorded("broadcast", "broadcast"),
                 1: recorded("broadcast", "broadcast", done=True),
                 2: recorded("broadcast", done=True),
@@ -184,7 +190,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         (0,),
     ),
     "one ended without joining": (
-        seen(1, at={0: REDUCING}, recorded={0: REDUCES}, over={1: "done"}),
+        seen(1, at={0: REDUCING}, records={0: REDUCES}, ended={1: "done"}),
         "rank 1 has ended (done); rank 0 waits in all_reduce #1 for it",
         (),
         (0,),
@@ -193,7 +199,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             4,
             at={1: REDUCING, 2: SLEEPING, 3: REDUCING},
-            recorded={
+            records={
                 0: recorded("all_reduce", group="7"),
                 **dict.fromkeys(range(1, 4), FlightRecord()),
             },
@@ -210,7 +216,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         (),
     ),
     "one is silent and the others continue": (
-        seen(2, at={0: SLEEPING}, silent={0: 90.0, 1: 0.2}, after=90.0),
+        seen(2, at={0: SLEEPING}, silence_s={0: 90.0, 1: 0.2}, silence_limit_s=90.0),
         "no sign of progress: rank 0 is at In[5], line 41: time.sleep(600); "
         "the other ranks continue",
         (),
@@ -220,8 +226,8 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             2,
             at={1: SLEEPING},
-            recorded={0: recorded("all_reduce", ago=0.1), 1: FlightRecord()},
-            silent=SILENT_RANK_1,
+            records={0: recorded("all_reduce", ago=0.1), 1: FlightRecord()},
+            silence_s=SILENT_RANK_1,
         ),
         "no sign of progress: rank 1 is at In[5], line 41: time.sleep(600); "
         "the other ranks continue",
@@ -232,7 +238,7 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
         seen(
             2,
             stacks={1: RankStack(1, trouble="does not answer (its process is stopped)")},
-            recorded={0: REDUCES},
+            records={0: REDUCES},
         ),
         "rank 1 does not answer (its process is stopped); rank 0 waits in all_reduce #1 for it",
         (1,),
@@ -243,22 +249,22 @@ CASES: dict[str, tuple[hangs.Observation, str, tuple[int, ...], tuple[int, ...]]
 
 @pytest.mark.parametrize(("known", "text", "stuck", "waiting"), CASES.values(), ids=CASES)
 def test_who_hangs_and_who_waits_is_a_sentence(
-    known: hangs.Observation, text: str, stuck: tuple[int, ...], waiting: tuple[int, ...]
+    known: explain.Observation, text: str, stuck: tuple[int, ...], waiting: tuple[int, ...]
 ) -> None:
-    assert hangs.explain(known) == hangs.HangReport(text, stuck, waiting)
+    assert explain.explain_hang(known) == explain.HangReport(text, stuck, waiting)
 
 
 def test_a_host_whose_clock_is_ahead_does_not_wait_from_the_first_moment() -> None:
     began = recorded("all_reduce", ago=-30)
     moments = dict.fromkeys(range(2), 0.01)  # since the last progress of each
     records = {0: began, 1: recorded("all_reduce", done=True, ago=-30)}
-    assert hangs._waits(seen(2, recorded=records, silent=moments)) == {}
-    assert 0 in hangs._waits(seen(2, recorded=records))
+    assert explain._find_waits(seen(2, records=records, silence_s=moments)) == {}
+    assert 0 in explain._find_waits(seen(2, records=records))
 
 
 def test_a_thousand_ranks_make_a_short_sentence() -> None:
     at = {r: StackFrame("In[5]", r, "train", "x" * 300) for r in range(1000)}
-    told = hangs.explain(seen(1000, at=at))
+    told = explain.explain_hang(seen(1000, at=at))
     assert len(told.text) < 1000
     assert "others at 996 more places" in told.text
 
@@ -268,18 +274,18 @@ def test_a_circle_of_groups_is_certain_only_where_every_rank_is_in_its_collectiv
         return FlightRecord({mine: (Collective(mine, 1, "all_reduce", (4,), True, NOW - 300),)})
 
     known = {
-        "recorded": {0: record("a"), 1: record("b")},
+        "records": {0: record("a"), 1: record("b")},
         "groups": {"a": frozenset({0, 1}), "b": frozenset({0, 1})},
     }
     blocked = RankStack(0, frames=(TORCH, REDUCING))
-    told = hangs.deadlock(seen(2, stacks={0: blocked, 1: blocked}, **known))
+    told = explain.find_deadlock(seen(2, stacks={0: blocked, 1: blocked}, **known))
     assert told is not None
     assert "each waits for another of them" in told.text
     computes = RankStack(1, frames=(SLEEPING,))  # it began the collective, and does something else
-    assert hangs.deadlock(seen(2, stacks={0: blocked, 1: computes}, **known)) is None
+    assert explain.find_deadlock(seen(2, stacks={0: blocked, 1: computes}, **known)) is None
 
 
 def test_a_rank_that_others_wait_for_is_no_deadlock() -> None:
     stacks = {0: RankStack(0, frames=(SLEEPING,)), 1: IN_TORCH}
     records = {0: recorded("barrier", done=True), 1: recorded("barrier", "barrier")}
-    assert hangs.deadlock(seen(2, stacks=stacks, recorded=records)) is None
+    assert explain.find_deadlock(seen(2, stacks=stacks, records=records)) is None
