@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
-import math
 import os
 import re
 import unicodedata
@@ -198,8 +197,8 @@ def is_output(name: str) -> bool:
     return is_variable(name.removesuffix(OF_ALL))
 
 
-def is_whole(number: Any, least: int = 1, most: float = math.inf) -> bool:
-    return type(number) is int and least <= number <= most
+def is_whole(number: Any, least: int = 1) -> bool:
+    return type(number) is int and number >= least
 
 
 def is_environment(pair: tuple[Any, Any]) -> bool:
