@@ -137,6 +137,7 @@ TESTED_TOGETHER = {
     "parts/scaling/*": "parts/scaling/test_scaling.py",
     "parts/tpu/rank_side": "parts/tpu/test_xla_telemetry.py",
     "parts/tpu/compilation": "parts/tpu/test_xla_telemetry.py",
+    "planning/limits": "planning/test_task_values.py",
     "planning/[fop]*": "planning/test_option_types.py",
     "planning/world": "parts/nodes/test_engine.py",
     "system/files": "tracking/test_event_log.py",

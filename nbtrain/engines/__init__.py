@@ -88,7 +88,7 @@ def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     inline engine would refuse.
     """
     needs_process = any(
-        (plan.timeout, plan.max_restarts, plan.goes_on, plan.scaling, plan.nodes, plan.debug)
+        (plan.timeout, plan.max_restarts, plan.is_background, plan.scaling, plan.nodes, plan.debug)
     )
     # CUDA_VISIBLE_DEVICES has no effect once the kernel has initialised CUDA.
     chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)

@@ -39,7 +39,7 @@ class InlineEngine(Engine):
             (plan.scaling, "runs one rank, so there is nothing to compare"),
             (plan.max_restarts, "cannot restart a rank, which is the kernel itself"),
             (not plan.sync, "trains the notebook's own models: --no-sync has no effect with it"),
-            (plan.goes_on, "runs in the kernel itself, so it cannot run in the background"),
+            (plan.is_background, "runs in the kernel itself, so it cannot run in the background"),
             (count not in (None, 1), f"runs one rank (-n 1), not {count}"),
         ):
             if is_given:

@@ -22,14 +22,15 @@ from ..findings import Finding
 from ..hangs import stacks
 from ..planning import accelerate_config as config_file
 from ..planning import task_values
+from ..planning.limits import HANG_AFTER_S
 from ..planning.option_parser import (
     check_rank_argument,
-    for_the_function,
+    explain_shared_name,
     plan_fields,
     read_arguments,
-    shared_out,
+    split_launch_kwargs,
 )
-from ..planning.option_types import HANG_AFTER, SOURCES
+from ..planning.option_types import SOURCES
 from ..planning.plan import Call, Plan
 from ..planning.world import Rendezvous
 from ..system import gpus, host
@@ -87,7 +88,7 @@ def launch(
     detach: bool = False,
     view: str = "auto",
     telemetry: str | Iterable[str] = SOURCES,
-    hang_after: float | None = HANG_AFTER,
+    hang_after: float | None = HANG_AFTER_S,
     on_hang: str = "deadlock",
     track: str | Iterable[str] = (),
     notify: str | Iterable[str] = (),
@@ -181,7 +182,7 @@ def launch(
         raise PlanError(
             f"launch needs a function to call, not {with_article(type(function).__name__)}"
         )
-    kwargs, given, notes = shared_out(function, args, kwargs, given)
+    kwargs, given, notes = split_launch_kwargs(function, args, kwargs, given)
     check_rank_argument(function, args, kwargs)
     call = Call(function, args, kwargs)
     return run_plan(Plan(call, call.name, **plan_fields(given)), notes)
@@ -288,14 +289,14 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         plan, device = engine.resolve(plan)
         LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
         findings += _check(plan, device, engine)
-        engine.prepare(plan.without_addresses())
+        engine.prepare(plan.hide_notify_addresses())
         findings += engine.notes
-        is_answered = not plan.goes_on and engine.name != "ray" and prompts.find() is not None
+        is_answered = not plan.is_background and engine.name != "ray" and prompts.find() is not None
         if plan.debug and not is_answered:
             findings.append(_NOBODY_DEBUGS)
         for finding in findings:
             LOGGER.info("note: %s", finding.shown)
-        if plan.goes_on:
+        if plan.is_background:
             return _start_in_background(plan, device, engine, findings)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
             job, state = make_job(plan, device, engine, findings)
@@ -312,7 +313,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         raise LaunchError(f"the run could not be started: {failure}") from failure
     finally:
         engine.discard()
-        task_values.forget_references()
+        task_values.forget_references(plan.task)
     error = run.exception
     if error is None and interrupts.count and run.state.status == "succeeded":
         error = KeyboardInterrupt("the interrupt came after the run had ended")
@@ -344,9 +345,9 @@ def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
 def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
     """Fill in the plan's config file. Raises `PlanError` for one that cannot be used."""
     try:
-        return config_file.applied(plan)
+        return config_file.apply_config(plan)
     except PlanError as error:
-        if hint := for_the_function(plan.task, "config"):
+        if hint := explain_shared_name(plan.task, "config"):
             raise PlanError(f"{error}. {hint}") from error.__cause__
         raise
 

@@ -62,7 +62,7 @@ def run_attempts(
     """
     supervisor.interrupts = interrupts
     supervisor.companions += companions(job, engine, supervisor.request_stop)
-    job = replace(job, plan=job.plan.without_addresses())
+    job = replace(job, plan=job.plan.hide_notify_addresses())
     if not engine.ranks_stay:
         job = replace(job, scratch=_scratch())
     reaper: OrphanReaper | None = None

@@ -16,7 +16,7 @@ from ..findings import Finding
 from ..planning.cell import number_of_untitled
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
-from ..planning.task_values import arguments, returned
+from ..planning.task_values import arguments, synced_objects
 from ..system import host
 from ..system.files import last_bytes
 from ..system.processes import process_identity
@@ -158,7 +158,7 @@ def manifest(
         "findings": [{"code": each.code, "text": each.shown} for each in findings],
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
-        "returns": [] if in_kernel else [*returned(plan), *plan.out],
+        "returns": [] if in_kernel else [*synced_objects(plan), *plan.out],
         "if_killed": list(_if_killed(plan, world_size)),
     }
 

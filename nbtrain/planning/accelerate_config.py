@@ -1,7 +1,7 @@
-"""Reads a file of ``accelerate config``, with Accelerate's own code, into a plan's fields.
+"""Fills a plan from a file of ``accelerate config``, which Accelerate's own code reads.
 
-What ``accelerate launch --config_file`` would put into the environment of its processes becomes
-that of the ranks; the user's own options win. The kernel's environment does not change.
+The ranks get the environment that ``accelerate launch --config_file`` would give its processes. The
+user's own options win over the file. The kernel's environment does not change.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .option_types import PRECISIONS
 from .plan import Plan
 
 _SET_BY_NBTRAIN = ("MASTER_", "OMP_NUM_THREADS", "KMP_", "PYTHONPATH", "ACCELERATE_USE_CPU")
-"""The variables that nbtrain sets: the rendezvous, the number of threads, the device."""
+"""The start of the variables that nbtrain sets: rendezvous, number of threads, device."""
 
 _YES = ("1", "true", "yes", "on", "y", "t")
 
-_OF_PODS = ("tpu_name", "tpu_zone", "tpu_use_sudo", "commands", "command_file")
-"""The keys that describe the hosts of a TPU pod; on a single host they have no effect."""
+_POD_KEYS = ("tpu_name", "tpu_zone", "tpu_use_sudo", "commands", "command_file")
+"""Keys about the hosts of a TPU pod. On a single host they have no effect."""
 
-_NOT_DONE = {
+_UNSUPPORTED = {
     "num_machines": "several machines are not supported yet",
     "tpu_use_cluster": "TPU pods are not supported",
     "tpu_vm": "TPU pods are not supported",
@@ -39,7 +39,7 @@ _NOT_DONE = {
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of a file; None where it leaves the choice."""
+    """The settings of a file; None for what the file does not set."""
 
     file: Path
     num_processes: int | None
@@ -48,17 +48,17 @@ class Config:
     on_tpu: bool = False
     downcast_bf16: bool = False
     unused: tuple[str, ...] = ()
-    """Keys of the file that have no effect here."""
+    """The keys of the file that have no effect here."""
 
 
-def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
-    """Return the plan with its `config` filled in, and a finding for each contradiction.
+def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """Return the plan with the settings of its `config` file, and findings about overridden ones.
 
     The plan's own values win. Raises `PlanError` for a file that cannot be used.
     """
     if plan.config is None:
         return plan, []
-    config = read(plan.config, plan.num_processes)
+    config = read_config(plan.config, plan.num_processes)
     name = config.file.name
     findings = [
         Finding(
@@ -95,7 +95,7 @@ def applied(plan: Plan) -> tuple[Plan, list[Finding]]:
 
 
 def check_device(plan: Plan, device: str) -> list[Finding]:
-    """Return what to know about a config on this device. Raises `PlanError` for FSDP 1 on CPUs."""
+    """Return findings about FSDP on this device. Raises `PlanError` for FSDP 1 on CPUs."""
     wants_fsdp = plan.env.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if plan.config is None or device != "cpu" or not wants_fsdp:
         return []
@@ -112,10 +112,10 @@ def check_device(plan: Plan, device: str) -> list[Finding]:
     ]
 
 
-def read(name: str, num_processes: int | None = None) -> Config:
-    """Read a file, or Accelerate's default one for ``default``. Raises `PlanError`.
+def read_config(name: str, num_processes: int | None = None) -> Config:
+    """Read a file, or Accelerate's default file if `name` is ``default``. Raises `PlanError`.
 
-    `num_processes` is the number that was asked for by name, which wins over the file's.
+    `num_processes` is the user's own option, which wins over the file's.
     """
     import accelerate.commands.config.config_args as files
 
@@ -124,21 +124,21 @@ def read(name: str, num_processes: int | None = None) -> Config:
         make = "; run `accelerate config` in a shell to create it" if name == "default" else ""
         raise PlanError(f"there is no config file {file}{make}")
     try:
-        with _as_it_was():
+        with _preserve_logging():
             settings = files.load_config_from_file(str(file))
-            _refuse(settings, file, num_processes)
+            _check_supported(settings, file, num_processes)
             env = _environment(file, settings, num_processes)
     except PlanError:
         raise
-    except AttributeError as error:  # a list, a text, nothing
+    except AttributeError as error:  # the file is empty, a list or a text
         raise PlanError(f"the config {file} cannot be used: it has no keys") from error
-    except Exception as error:  # YAML's, Accelerate's: whatever their readers raise about a file
+    except Exception as error:  # YAML's and Accelerate's readers may raise anything
         problem = " ".join(str(error).split()) or type(error).__name__
         if "'TPU' is not a valid" in problem:
             problem += " (Accelerate calls it XLA now: distributed_type: XLA)"
         raise PlanError(f"the config {file} cannot be used: {problem}") from error
-    precision = env.pop("ACCELERATE_MIXED_PRECISION", None) if settings.mixed_precision else None
-    env.pop("ACCELERATE_MIXED_PRECISION", None)
+    written = env.pop("ACCELERATE_MIXED_PRECISION", None)
+    precision = written if settings.mixed_precision else None
     if precision is not None and precision not in PRECISIONS:
         raise PlanError(
             f"the config {file} cannot be used: mixed_precision {precision!r} is not supported"
@@ -156,11 +156,11 @@ def read(name: str, num_processes: int | None = None) -> Config:
         env,
         on_tpu,
         downcast_bf16=on_tpu and str(settings.downcast_bf16).lower() in _YES,
-        unused=tuple(key for key in _OF_PODS if on_tpu and getattr(settings, key, None)),
+        unused=tuple(key for key in _POD_KEYS if on_tpu and getattr(settings, key, None)),
     )
 
 
-def _refuse(settings: Any, file: Path, num_processes: int | None) -> None:
+def _check_supported(settings: Any, file: Path, num_processes: int | None) -> None:
     """Raise `PlanError` for settings that nbtrain does not support."""
     if not hasattr(settings, "num_processes"):
         raise PlanError(f"{file}: compute_environment: SageMaker jobs are not supported")
@@ -171,7 +171,7 @@ def _refuse(settings: Any, file: Path, num_processes: int | None) -> None:
         )
     if type(count) is not int or (count < 1 and count != -1):
         raise PlanError(f"{file}: num_processes: {count!r} is not a whole number ≥ 1")
-    for key, reason in _NOT_DONE.items():
+    for key, reason in _UNSUPPORTED.items():
         value = getattr(settings, key, None)
         alone = key == "num_machines" and value == 1
         if value and not alone and (not isinstance(value, dict) or any(value.values())):
@@ -183,14 +183,14 @@ def _is_for_tpu(settings: Any) -> bool:
 
 
 def _environment(file: Path, settings: Any, num_processes: int | None) -> dict[str, str]:
-    """Return what ``accelerate launch`` adds to the environment of its processes.
+    """Return the variables that ``accelerate launch`` sets in its processes.
 
-    By the steps of its private ``launch_command``, seen in Accelerate 1.0 to 1.15.
+    Repeats the steps of the private ``launch_command`` (seen in Accelerate 1.0 to 1.15).
     """
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
 
-    # Port 0 is any free one: Accelerate checks it, and the ranks do not use it.
+    # Accelerate checks that the port is free, and 0 always is. The ranks do not use it.
     fixed = "--num_cpu_threads_per_process 1 --main_process_port 0 --config_file"
     arguments = [*fixed.split(), str(file)]
     if num_processes is not None or settings.num_processes == -1:
@@ -214,13 +214,13 @@ def _environment(file: Path, settings: Any, num_processes: int | None) -> dict[s
 
 
 @contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Keep the kernel's logging: Accelerate's launcher sets it up when it is imported."""
+def _preserve_logging() -> Iterator[None]:
+    """Restore the kernel's logging, which Accelerate's launcher configures on its import."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ports, which are not used
+            warnings.simplefilter("ignore")  # about ports, which are not used
             yield
     finally:
         root.handlers[:] = handlers
@@ -228,6 +228,6 @@ def _as_it_was() -> Iterator[None]:
 
 
 def is_sharded(env: Mapping[str, str]) -> bool:
-    """Return whether ranks will have parts of a model each, by their environment."""
+    """Return whether the environment of ranks shards the model among them."""
     names = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
     return any(env.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in names)

@@ -1,7 +1,7 @@
 """Finds Accelerate's state of this process, and the objects of a task that depend on it.
 
-Accelerate keeps what it knows of the world in class attributes that all instances share. A forked
-rank inherits the notebook's, in which there is one process.
+Accelerate keeps the ranks and their number in class attributes that all instances share. A forked
+rank inherits those of the notebook, which is one process.
 """
 
 from __future__ import annotations
@@ -13,98 +13,93 @@ from typing import Any
 
 from ..system import accelerator_hooks
 from .plan import Task
-from .task_values import held, module_of, references
+from .task_values import instance_dict, module_of, references
 
-_MRO: Any = type.__dict__["__mro__"]
-_NAME: Any = type.__dict__["__name__"]
-_MADE_FOR_ONE = frozenset(
+_ONE_PROCESS_MODULES = frozenset(
     f"accelerate.{name}" for name in ("accelerator", "data_loader", "optimizer", "scheduler")
 )
-"""The modules of the Accelerator and of what it prepares."""
+"""The modules of the Accelerator and of the objects that it prepares."""
 
 
 @dataclass(frozen=True)
 class AccelerateObject:
-    """A Trainer, an Accelerator, or what one prepared."""
+    """A Trainer, an Accelerator, or an object that one prepared."""
 
     name: str
     """How the notebook reaches it."""
 
     kind: str
-    """The class that the user wrote."""
+    """The name of its class."""
 
     place: str = ""
-    """Where it was made, as far as that was seen."""
+    """The line that made it; "" if unknown."""
 
     is_trainer: bool = False
 
 
-def made_for_one(task: Task) -> Iterator[AccelerateObject]:
-    """Yield those that would not work in ranks, each variable once."""
+def find_single_process_objects(task: Task) -> Iterator[AccelerateObject]:
+    """Yield the objects that the notebook made for one process, one for each variable."""
     variables: set[str] = set()
-    for reference in references(task) if is_set() else ():
+    for reference in references(task) if has_state() else ():
         variable = reference.name.partition(".")[0].partition("[")[0]
         cls = type(reference.value)
-        names = [(module_of(base), str(_NAME.__get__(base))) for base in _MRO.__get__(cls)]
+        names = [(module_of(base), base.__name__) for base in cls.__mro__]
         is_trainer = ("transformers.trainer", "Trainer") in names
-        is_for_one = any(m in _MADE_FOR_ONE or n == "AcceleratorState" for m, n in names)
+        is_for_one = any(m in _ONE_PROCESS_MODULES or n == "AcceleratorState" for m, n in names)
         if variable in variables or not (is_trainer or is_for_one):
             continue
         variables.add(variable)
-        accelerator = held(reference.value).get(".accelerator") if is_trainer else reference.value
+        value = reference.value
+        accelerator = instance_dict(value).get("accelerator") if is_trainer else value
         is_accelerator = type(accelerator).__name__ == "Accelerator"
         place = accelerator_hooks.place_of(accelerator) if is_accelerator else ""
-        kind = str(_NAME.__get__(cls))
-        yield AccelerateObject(reference.name, kind, place, is_trainer)
+        yield AccelerateObject(reference.name, cls.__name__, place, is_trainer)
 
 
 def state_holders(task: Task) -> list[Any]:
-    """Return what a task refers to that shows Accelerate's state of its process."""
+    """Return the objects of a task that show Accelerate's state of their process."""
     return [r.value for r in references(task) if _shows_state(r.value)]
 
 
 def _shows_state(value: Any) -> bool:
-    classes = _MRO.__get__(type(value))
-    return is_shared_state(value) or any(
-        _NAME.__get__(c) == "TrainingArguments" and module_of(c).startswith("transformers.")
-        for c in classes
-    )
+    names = [(module_of(b).partition(".")[0], b.__name__) for b in type(value).__mro__]
+    return is_shared_state(value) or ("transformers", "TrainingArguments") in names
 
 
-def is_set() -> bool:
-    """Whether this process has a state of Accelerate's."""
+def has_state() -> bool:
+    """Return whether this process has a state of Accelerate."""
     module = sys.modules.get("accelerate.state")
     return module is not None and bool(module.PartialState._shared_state)
 
 
-def precision() -> str:
-    """Return the mixed precision of this process's state; "" for none."""
+def state_precision() -> str:
+    """Return the mixed precision of this process's state; "" if it has no state."""
     module: Any = sys.modules.get("accelerate.state")
     state = module.AcceleratorState._shared_state if module is not None else {}
     return str(state.get("_mixed_precision", ""))
 
 
-def forget() -> None:
-    """Clear the state: what asks for it next sees the world as it is then (Accelerate 1.15)."""
+def reset_state() -> None:
+    """Clear the state. Accelerate (1.15) makes a new one when it is needed next."""
     module: Any = sys.modules["accelerate.state"]
     module.AcceleratorState._reset_state(reset_partial_state=True)
     module.GradientState._reset_state()
 
 
-def join() -> None:
+def make_state() -> None:
     """Make the state of this rank, for objects of the notebook that share it."""
     module: Any = sys.modules["accelerate.state"]
     module.PartialState()
 
 
 def is_shared_state(value: Any) -> bool:
-    """Whether a value is a `PartialState`: all of them show the state of their process."""
+    """Return whether a value is a `PartialState`. All of them show the state of their process."""
     cls = type(value)
     return cls.__module__ == "accelerate.state" and cls.__name__ == "PartialState"
 
 
 def shared_state() -> Any:
-    """Return a `PartialState`, without making the state that it will show."""
+    """Return a `PartialState` without making the state that it will show."""
     from accelerate.state import PartialState
 
     state = object.__new__(PartialState)

@@ -1,4 +1,4 @@
-"""Reads a cell's source into what the ranks will run."""
+"""Reads a cell's source into a `Cell`, checks its parameters, and names its run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..errors import PlanError
 from ..system.text import shorten
 from .option_parser import call_with_rank, rank_call
 from .plan import Cell, Parameter, Task
-from .secrets import hidden
+from .secrets import mask_source
 from .source_names import bound_names
 
 
 def read_cell(source: str, filename: str, namespace: dict[str, Any], flags: int = 0) -> Cell:
-    """Read a cell: its training function if it ends in one. Raises the cell's own SyntaxError."""
+    """Read a cell, and its training function if it ends in one. Raises the cell's SyntaxError."""
     tree = ast.parse(source, filename)
-    # Compiled here too: the parser does not find all errors ('return' outside a function).
+    # The parser does not find all errors ('return' outside a function); the compiler does.
     compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | flags, dont_inherit=True)
     last = tree.body[-1] if tree.body else None
     if last is None:
@@ -40,20 +40,21 @@ def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
 
 
 def check_parameters(cell: Cell) -> None:
-    """Refuse a training function whose parameters have neither a value nor a default.
+    """Raise `PlanError` if parameters of the training function have neither value nor default.
 
-    Raises `PlanError` naming all of them, and the notebook variables that look alike.
+    The error names all of them, and the notebook's variables with similar names.
     """
     bound = bound_names(cell.source, cell.filename)
-    if "*" in bound:  # a star import: its names are known only when it has run
+    if "*" in bound:  # the names of a star import are known only after it has run
         return
-    if getattr(ast.parse(cell.source).body[-1], "decorator_list", ()):  # which may supply them
+    # A decorator may supply arguments.
+    if getattr(ast.parse(cell.source).body[-1], "decorator_list", ()):
         return
     known = bound | cell.namespace.keys()
     missing = [p.name for p in cell.parameters if p.default is None and p.name not in known]
     if not missing:
         return
-    described = ", ".join(with_lookalikes(name, known) for name in missing)
+    described = ", ".join(name_with_lookalikes(name, known) for name in missing)
     remedy = "Define it in a cell, or give the parameter a default."
     needed = [p.name for p in cell.parameters if p.default is None]
     if call := rank_call(str(cell.function), needed):
@@ -67,37 +68,37 @@ def check_parameters(cell: Cell) -> None:
     )
 
 
-def with_lookalikes(name: str, known: Iterable[str]) -> str:
-    """Return a name for a message, with those that are known and look like it."""
+def name_with_lookalikes(name: str, known: Iterable[str]) -> str:
+    """Return a name for a message, followed by the known names that are similar."""
     public = {k.lower(): k for k in known if type(k) is str and not k.startswith("_")}
     alike = [public[k] for k in difflib.get_close_matches(name.lower(), public, n=3, cutoff=0.6)]
     return f"`{name}`" + (f" (there is {' and '.join(f'`{a}`' for a in alike)})" if alike else "")
 
 
 def title(cell: Cell) -> str:
-    """Return a name for the run: the function with its numbers, or a line of the cell."""
+    """Return a title of the run: the function with its numbers, or a line of the cell."""
     if cell.function is None:
         if script := _script(cell):
             return shorten(script, 60)
         first = _first_statement(cell.source)
-        if magic := _MAGIC.match(first):  # whatever it is given may be a secret
+        if magic := _MAGIC.match(first):  # its arguments may be secrets
             return f"{'!' if magic[1] == 'system' else '%'}{magic[2]}"
-        return shorten(hidden(first, until=1).partition("\n")[0].strip().rstrip(" :"), 60)
-    shown = (_filled(p, cell.namespace) for p in cell.parameters)
-    return f"{cell.function}({', '.join(shown)})"
+        return shorten(mask_source(first, until=1).partition("\n")[0].strip().rstrip(" :"), 60)
+    parameters = (_describe_parameter(p, cell.namespace) for p in cell.parameters)
+    return f"{cell.function}({', '.join(parameters)})"
 
 
 def _first_statement(source: str) -> str:
-    """Return the first statement that tells something, from the beginning of its first line."""
-    lines = source.split("\n")  # as ast counts them
-    dull = ("import ", "from ", "get_ipython()")
+    """Return the first statement that is no import, from the beginning of its first line."""
+    lines = source.split("\n")  # not `splitlines`: ast counts lines by \n only
+    skipped = ("import ", "from ", "get_ipython()")
     nodes = ast.parse(source).body
     texts = ["\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
-    return next((text for text in texts if not text.startswith(dull)), texts[0])
+    return next((text for text in texts if not text.startswith(skipped)), texts[0])
 
 
 def number_of_untitled(task: Task, name: str) -> int | None:
-    """Return the number of a cell that has neither a function, nor a script, nor a name given."""
+    """Return the number of a cell that has no function or script, and whose run has no name."""
     if not isinstance(task, Cell) or task.function is not None or _script(task):
         return None
     return task.number if name == title(task) else None
@@ -109,27 +110,21 @@ _RUN = re.compile(r"^get_ipython\(\)\.run_line_magic\('run', '(?:-\S+ (?:\d+ )?)
 
 
 def _script(cell: Cell) -> str:
-    """Return the file that a cell runs by ``%run train.py``, and does no more; "" for others."""
+    """Return the file of a cell that only runs a script (``%run train.py``), else ""."""
     lines = [line for line in cell.source.splitlines() if line.strip()]
-    does = [line for line in lines if not line.startswith(("import ", "from ", "#"))]
-    found = _RUN.match(does[0]) if len(does) == 1 else None
+    statements = [line for line in lines if not line.startswith(("import ", "from ", "#"))]
+    found = _RUN.match(statements[0]) if len(statements) == 1 else None
     return found[1].rpartition("/")[2] if found else ""
 
 
-def _filled(parameter: Parameter, namespace: dict[str, Any]) -> str:
+def _describe_parameter(parameter: Parameter, namespace: dict[str, Any]) -> str:
     name, text = parameter.name, parameter.default or ""
     if name in namespace:
         value = namespace[name]
-        # Numbers only: a text may be a password, and notebooks store titles.
+        # Numbers only: a text may be a password, and a notebook's file contains the title.
         text = f"{value:.6g}" if isinstance(value, float) else ""
         if isinstance(value, int) and abs(value) < 10**15:
             text = repr(value)
-    shown = f"{name}={text}"
-    is_shown = 0 < len(text) <= 24 and not _holds_secret(name, text)
-    return shown if is_shown else name
-
-
-def _holds_secret(name: str, text: str) -> bool:
-    """Whether a value's source is a secret, or has one in it: it may be any expression."""
-    source = f"{name} = {text}"
-    return hidden(source) != source
+    assignment = f"{name} = {text}"  # a default is any expression, and may contain a secret
+    is_shown = 0 < len(text) <= 24 and mask_source(assignment) == assignment
+    return f"{name}={text}" if is_shown else name

@@ -1,4 +1,4 @@
-"""Reads the options of a launch: from a magic's line, and from the keywords of a function."""
+"""Reads the options of a launch, from the line of a magic or the keywords of a function."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MAGIC_ONLY = (
         metavar="RANKS",
     ),
 )
-"""The options that `nbtrain.launch` lacks: their fields are none of `Plan`'s."""
+"""The options of magics only. `Plan` has no fields for them."""
 
 IDLE_TIMEOUT = Option(
     "--idle-timeout",
@@ -68,20 +68,29 @@ IDLE_TIMEOUT = Option(
     part="live",
     metavar="SECONDS",
 )
-"""The option that only live ranks have."""
+"""An option of live ranks only."""
 
 _BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY, IDLE_TIMEOUT)}
-_OF_CELLS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
+_CELL_FIELDS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
 
 
-_OF_OTHERS = ("nprocpernode", "nprocs", "nproc", "numgpus", "gpus", "ngpus", "worldsize", "devices")
-"""What other launchers call the number of ranks, without hyphens."""
+_OTHER_RANK_COUNT_FLAGS = (
+    "nprocpernode",
+    "nprocs",
+    "nproc",
+    "numgpus",
+    "gpus",
+    "ngpus",
+    "worldsize",
+    "devices",
+)
+"""The flags of other launchers for the number of ranks, without hyphens."""
 
 
 def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of `Plan` from the arguments of a function that are named as options.
+    """Return fields of `Plan` from the arguments of a launch that have the names of options.
 
-    Raises `PlanError` for a value that cannot be an option's: it was meant for the user's function.
+    Raises `PlanError` for a value of a wrong type: the user's function may have been meant.
     """
     fields = {}
     for option in OPTIONS:
@@ -98,16 +107,16 @@ def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def shared_out(
+def split_launch_kwargs(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], list[Finding]]:
-    """Share keywords between a launch and the function that has arguments of the same names.
+    """Split the keywords of a launch between it and a function with arguments of the same names.
 
-    Returns the function's keywords, the options, and notes. A value that cannot be the option's is
-    the function's. Raises `PlanError` where both may be meant, and for a name that neither has.
+    Returns the function's keywords, the options, and notes. A value that does not fit the option
+    goes to the function. Raises `PlanError` if both may be meant, and for an unknown name.
     """
     name, own = getattr(function, "__name__", "the function"), dict(kwargs)
     left, notes = dict(options), list[Finding]()
@@ -116,16 +125,18 @@ def shared_out(
     for option in OPTIONS:
         key = option.argument
         value, parameter = left.get(key, option.default), by_name.get(key)
-        if parameter is None or _are_same(value, option.default):
+        if parameter is None or _is_default(value, option.default):
             continue
         if not _fits(option, value):
             own[key] = left.pop(key)
-        elif parameter.default is parameter.empty:
+            continue
+        if parameter.default is parameter.empty:
             raise PlanError(
                 f"`{key}` is an option of nbtrain and an argument that {name}() needs. "
                 f"For {name}() alone, write functools.partial({name}, {key}=...)."
             )
-        elif _are_alike(value, parameter.default) and value != parameter.default:
+        types = {type(value), type(parameter.default)}
+        if (len(types) == 1 or types == {int, float}) and value != parameter.default:
             notes.append(
                 Finding(
                     "shared-name",
@@ -133,12 +144,12 @@ def shared_out(
                     f"To change that, write functools.partial({name}, {key}=...).",
                 )
             )
-    _check_names(name, _parameters(function, follow_wrapped=False), own)
+    _check_keywords(name, _parameters(function, follow_wrapped=False), own)
     return own, left, notes
 
 
-def for_the_function(task: Task, key: str) -> str:
-    """Return how to hand an option's value to a function that has an argument so named; or ''."""
+def explain_shared_name(task: Task, key: str) -> str:
+    """Return how to pass an option's value to a function with an argument of that name; or ""."""
     if not isinstance(task, Call) or key not in _parameters(task.function):
         return ""
     name = getattr(task.function, "__name__", "function")
@@ -148,21 +159,16 @@ def for_the_function(task: Task, key: str) -> str:
     )
 
 
-def _are_same(value: Any, default: Any) -> bool:
-    with suppress(Exception):  # an array is no bool, and may be of another shape
+def _is_default(value: Any, default: Any) -> bool:
+    with suppress(Exception):  # the comparison of an array is no bool
         return value is default or bool(value == default)
     return False
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    both_numbers = all(type(each) in (int, float) for each in (one, other))
-    return both_numbers or type(one) is type(other)
 
 
 def _parameters(
     function: Callable[..., Any], *, follow_wrapped: bool = True
 ) -> dict[str, inspect.Parameter]:
-    """Return what a function takes; not followed, what its outermost decorator takes."""
+    """Return a function's parameters: those of the wrapped one, or of the outermost decorator."""
     try:
         return dict(inspect.signature(function, follow_wrapped=follow_wrapped).parameters)
     except (TypeError, ValueError):  # written in C
@@ -174,13 +180,13 @@ def _fits(option: Option, value: Any) -> bool:
         return False
     try:
         option.check(option.convert(value), option.argument)
-    except Exception:  # PlanError, or whatever a value of any kind raises
+    except Exception:  # PlanError, or anything that the comparison of the value raises
         return False
     return not option.is_switch or isinstance(value, bool)
 
 
-def _check_names(name: str, parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse a keyword that the function lacks, and that looks like one of it or of nbtrain."""
+def _check_keywords(name: str, parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise `PlanError` for a keyword that the function lacks and that looks like a known name."""
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in given.keys() - parameters.keys():
@@ -190,10 +196,10 @@ def _check_names(name: str, parameters: Mapping[str, Any], given: Mapping[str, A
 
 
 def read_arguments(args: Any) -> tuple[Any, ...]:
-    """Return the arguments of `notebook_launcher`, as Accelerate takes them: from any iterable.
+    """Return the arguments of `notebook_launcher` from any iterable, as Accelerate does.
 
-    What is rather one argument without its comma raises `PlanError`: a text, a dictionary, an array
-    or a tensor, a model, a data set, a loader.
+    Raises `PlanError` for what must be a single argument without its comma: a text, a dictionary,
+    an array or tensor, a model, a data set, a loader.
     """
     cls = type(args)
     torch_data: Any = sys.modules.get("torch.utils.data")
@@ -222,37 +228,35 @@ _RANK = ("rank", "local_rank", "global_rank", "gpu", "index", "process_index")
 
 
 def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given: Any) -> None:
-    """Refuse a function that lacks its first argument, as one written for `mp.spawn` does.
+    """Raise `PlanError` for a function that lacks its first argument, as one for `mp.spawn` does.
 
-    Such functions take their rank first, by any name. A decorator may supply arguments, so that
-    only its own signature counts. Raises `PlanError`.
+    Such functions take their rank first, by any name. A decorator may supply arguments, so only
+    its own signature counts.
     """
     parameters = _parameters(function, follow_wrapped=False)
     try:
         inspect.signature(function, follow_wrapped=False).bind(*args, **given)
+        return
     except ValueError:  # written in C
         return
     except TypeError:
         call = Call(function, tuple(args), given)
-        needed = [p for p in parameters.values() if p.default is p.empty]
-        names = [p.name for p in needed if p.kind in _POSITIONAL]
-        if rank_call(call.name, names):
-            raise PlanError(
-                f"{call.name}() takes its rank first, as for mp.spawn. {_rank_remedy(call, names)}"
-            ) from None
-        if names and _is_plain(function) and _fits_behind_rank(call):
-            remedy = _rank_remedy(call, names)
-            raise PlanError(
-                f"{call.name}() lacks one argument. If its first one, `{names[0]}`, is the rank, "
-                f"as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
-            ) from None
-
-
-def _is_plain(function: Any) -> bool:
-    """Whether nothing supplies arguments in between, whatever signature it shows."""
+    needed = [p for p in parameters.values() if p.default is p.empty]
+    names = [p.name for p in needed if p.kind in _POSITIONAL]
+    if rank_call(call.name, names):
+        raise PlanError(
+            f"{call.name}() takes its rank first, as for mp.spawn. {_rank_remedy(call, names)}"
+        )
     inner: Any = getattr(function, "__func__", function)
-    decorated = hasattr(inner, "__wrapped__") or hasattr(inner, "__signature__")
-    return type(inner) is FunctionType and not decorated
+    is_plain = type(inner) is FunctionType and not (
+        hasattr(inner, "__wrapped__") or hasattr(inner, "__signature__")
+    )
+    if names and is_plain and _fits_behind_rank(call):
+        remedy = _rank_remedy(call, names)
+        raise PlanError(
+            f"{call.name}() lacks one argument. If its first one, `{names[0]}`, is the rank, "
+            f"as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
+        )
 
 
 def _fits_behind_rank(call: Call) -> bool:
@@ -264,26 +268,25 @@ def _fits_behind_rank(call: Call) -> bool:
 
 
 def _rank_remedy(call: Call, parameters: Sequence[str]) -> str:
-    """Return what to pass in place of a function that takes its rank: a line that runs as it is."""
+    """Return what to pass instead of a function that takes its rank: a line that runs as it is."""
     name = expression_of(call)
     if not name:
         return f"Remove its parameter `{parameters[0]}`, and call `nbtrain.rank()` in it instead."
-    if _fits_behind_rank(call):
-        stars = [*(["*args"] if call.args else []), *(["**kwargs"] if call.kwargs else [])]
-        if stars:
-            rest = ", ".join(stars)
-            return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` instead."
+    if (call.args or call.kwargs) and _fits_behind_rank(call):
+        given = (("*args", call.args), ("**kwargs", call.kwargs))
+        rest = ", ".join(star for star, values in given if values)
+        return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` instead."
     return f"Pass `lambda: {call_with_rank(name, parameters)}` instead."
 
 
 def rank_call(name: str, parameters: Sequence[str]) -> str:
-    """Return the call in every rank of a function that takes its rank first; '' for others."""
+    """Return how every rank calls a function whose first parameter is its rank; '' for others."""
     is_rank_first = bool(parameters) and parameters[0] in _RANK
     return call_with_rank(name, parameters) if is_rank_first else ""
 
 
 def call_with_rank(name: str, parameters: Sequence[str]) -> str:
-    """Return the call in every rank of a function whose first parameter is the rank."""
+    """Return how every rank calls a function, with its rank as the first argument."""
     known = {"world_size": "nbtrain.world_size()", "nprocs": "nbtrain.world_size()"}
     rest = [known.get(parameter, parameter) for parameter in parameters[1:]]
     return f"{name}({', '.join(['nbtrain.rank()', *rest])})"
@@ -300,31 +303,27 @@ def _reader(option: Option) -> Callable[[str], Any]:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser of a magic's options. Its errors are `PlanError`s of one line and a hint."""
+    """A parser of a magic's options. Raises `PlanError` with one line and a hint."""
 
     def __init__(self, prog: str, hint: str) -> None:
         super().__init__(prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
         self.hint = hint
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (-\S+)", message)
-        if unknown:
-            message += self._guess(unknown[1].partition("=")[0])
+        if unknown := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            counts_ranks = re.sub(r"[-_]", "", unknown[1]) in _OTHER_RANK_COUNT_FLAGS
+            guess = "--num-processes" if counts_ranks else unknown[1]
+            message += did_you_mean(guess, flags)
         raise PlanError(f"{self.prog}: {message}{self.hint}")
-
-    def _guess(self, flag: str) -> str:
-        flags = [name for name in self._option_string_actions if name.startswith("--")]
-        if re.sub(r"[-_]", "", flag) in _OF_OTHERS and "--num-processes" in flags:
-            return " (did you mean --num-processes?)"
-        return did_you_mean(flag, flags)
 
 
 def parser(
-    fields: Iterable[str] = _OF_CELLS,
+    fields: Iterable[str] = _CELL_FIELDS,
     prog: str = "%distributed",
     hint: str = " (%%distributed? shows the options)",
 ) -> OptionParser:
-    """Return a parser of the options with these fields; its help documents them."""
+    """Return a parser of the options with these fields. Its help documents them."""
     result = OptionParser(prog, hint)
     for option in (_BY_FIELD[field] for field in fields):
         traits: dict[str, Any] = {"metavar": option.metavar, "type": _reader(option)}
@@ -337,18 +336,16 @@ def parser(
     return result
 
 
-@functools.cache
-def _parser_of_cells() -> OptionParser:
-    return parser()
+_cell_parser = functools.cache(parser)
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the options of ``%%distributed``. Raises `PlanError`, in one line."""
-    return checked(_parser_of_cells().parse_args(arguments))
+    """Read the options of ``%%distributed``. Raises `PlanError` with one line."""
+    return check_parsed(_cell_parser().parse_args(arguments))
 
 
-def checked(parsed: argparse.Namespace) -> argparse.Namespace:
-    """Return what a parser made of options as values of `Plan`'s fields. Raises `PlanError`."""
+def check_parsed(parsed: argparse.Namespace) -> argparse.Namespace:
+    """Convert parsed options to the values of `Plan`'s fields. Raises `PlanError`."""
     for name, value in vars(parsed).items():
         if (option := _BY_FIELD.get(name)) is not None:
             setattr(parsed, name, option.convert(value))
@@ -357,16 +354,16 @@ def checked(parsed: argparse.Namespace) -> argparse.Namespace:
 
 
 def split_options(line: str, more_flags: Collection[str] = ()) -> tuple[str, str]:
-    """Split a line magic's text into its options and the expression after them.
+    """Split a line magic's text into its options and the expression behind them.
 
-    The expression begins at the first word that is neither an option nor an option's value, or
-    after ``--``. `more_flags` are options without a value that `OPTIONS` does not have.
+    The expression begins at the first word that is neither an option nor its value, or behind
+    ``--``. `more_flags` are flags without a value that `OPTIONS` does not contain.
     """
     switches = {flag for o in OPTIONS if o.is_switch for flag in o.flags.split()}
     position, expects_value = 0, False
     for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
         text = word.group()
-        if line[position : word.start()].strip():  # a quote that nobody closed
+        if line[position : word.start()].strip():  # an open quote
             return line[:position], line[position:].strip()
         if expects_value:
             expects_value = False

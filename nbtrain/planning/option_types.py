@@ -1,32 +1,35 @@
-"""Declares an option of a launch: its flags, default, values and help, all in one place.
+"""Declares an option of a launch in one place: its flags, default, values and help.
 
 The fields of `Plan` are the options (`option` declares each). The parser of ``%%distributed``, its
-help and the check of their values come from there. `nbtrain.launch` writes its keywords out,
-because editors read them; a test compares the two. Ranks import this: no parser is loaded here.
+help, and the checks of values are made from these declarations. `nbtrain.launch` repeats them as
+keywords, because editors read those; a test compares the two. Ranks import this module, so it loads
+no parser.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import keyword
-import math
 import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import PlanError
 from ..part import require
 from ..system.text import did_you_mean
 
 ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
+View = Literal["auto", "widget", "html", "text", "none"]
+OnHang = Literal["deadlock", "stop", "report"]
+Source = Literal["bars", "steps", "loss", "data", "phases", "trainer", "tracker"]
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-VIEWS = ("auto", "widget", "html", "text", "none")
-SOURCES = ("bars", "steps", "loss", "data", "phases", "trainer", "tracker")
-"""What a rank reports by itself: tqdm bars; optimizer steps and learning rate; the loss that goes
-backward; batches and the time spent waiting for them; joining the other ranks, saving and
+VIEWS: tuple[View, ...] = get_args(View)
+SOURCES: tuple[Source, ...] = get_args(Source)
+"""The sources of a rank's telemetry: tqdm bars; optimizer steps and learning rate; the loss of
+`backward`; batches and the time spent waiting for them; joining the other ranks, saving and
 compiling; the logs of transformers' Trainer; Accelerate's tracker."""
 
 TRACKERS = (
@@ -40,35 +43,33 @@ TRACKERS = (
     "dvclive",
     "swanlab",
 )
-"""Trackers of experiments that Accelerate has a class for."""
-
-HANG_AFTER = 300.0
-"""Seconds without a sign of progress after which a rank is asked for its stack; None: never."""
+"""The trackers of experiments that Accelerate has a class for."""
 
 OF_ALL = "@all"
-"""After a name of `Plan.out`: the variable's values in all ranks, as a list."""
+"""The end of a name in `Plan.out` that asks for the variable's values in all ranks, as a list."""
 
 
 def engine_plugins() -> dict[str, str]:
     """Return the engines that other packages add (entry points), as name and ``module:Class``."""
-    from importlib.metadata import entry_points  # loads email and zipfile: not in every rank
+    # Imported here: it loads email and zipfile, which ranks do not need.
+    from importlib.metadata import entry_points
 
     return {point.name: point.value for point in entry_points(group="nbtrain.engines")}
 
 
 DISABLED = "NBTRAIN_DISABLE"
-"""The variable with what is switched off here for everybody: options, engines, ``live``."""
+"""The environment variable that switches options, engines or ``live`` off on this host."""
 
 
-def disabled(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return what the variable names; ``--max-restarts`` there is ``max_restarts``."""
+def read_disabled(env: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names in the variable, ``max_restarts`` for ``--max-restarts``."""
     words = re.split(r"[\s,]+", env.get(DISABLED, ""))
     return [word.lstrip("-").replace("-", "_") for word in words if word]
 
 
 def check_allowed(name: str, label: str) -> None:
-    """Raise `PlanError` for what whoever runs this host has switched off."""
-    if name in disabled():
+    """Raise `PlanError` for what is switched off on this host."""
+    if name in read_disabled():
         raise PlanError(f"{label} is switched off on this host, by the variable {DISABLED}")
 
 
@@ -77,7 +78,7 @@ class Option:
     """An option of ``%%distributed``, of `nbtrain.launch`, or of both."""
 
     flags: str
-    """Separated by spaces, the long one last."""
+    """The flags, separated by spaces, the long one last."""
 
     help: str
     default: Any = None
@@ -85,29 +86,29 @@ class Option:
     """The field of `Plan`, or the attribute of the parsed options."""
 
     keyword: str = ""
-    """The argument of `nbtrain.launch`, where it is not called as the field."""
+    """The argument of `nbtrain.launch`, if its name is not the field's."""
 
     metavar: str | None = None
     read: Callable[[str], Any] = str
-    """Turns the text after the flag into a value. Raises `ValueError`."""
+    """Converts the text behind the flag to a value. Raises `ValueError`."""
 
     convert: Callable[[Any], Any] = lambda value: value
-    """Turns a value, from a text or from Python, into the field's; its own result unchanged."""
+    """Converts the value of `read`, or of Python, to the field's. Keeps a converted value."""
 
     must_be: tuple[str, Callable[[Any], bool]] = ("", lambda value: True)
-    """What is accepted, after "must be", and whether a value is that. Of a mapping, and of an
-    option that takes several values, each item is asked about."""
+    """The accepted values, for a message after "must be", and the test of a value. Each item of a
+    mapping is tested, and each value of an option that takes several."""
 
     types: tuple[type, ...] = ()
-    """The types of the argument; one of another type was meant for the user's function."""
+    """The types of the argument. A value of another type was meant for the user's function."""
 
     none: str = ""
-    """The text that stands for None."""
+    """The text for None."""
 
     nargs: str | None = None
 
     part: str = ""
-    """The part that does what it asks for, if it is not the core."""
+    """The part that implements the option; "" for the core."""
 
     @property
     def argument(self) -> str:
@@ -115,7 +116,7 @@ class Option:
 
     @property
     def names(self) -> set[str]:
-        """The keyword and the long flag, as `disabled` has them."""
+        """The keyword and the long flag, spelled as in `read_disabled`."""
         return {self.argument, self.flags.split()[-1].lstrip("-").replace("-", "_")}
 
     @property
@@ -129,7 +130,7 @@ class Option:
 
     def check(self, value: Any, label: str) -> None:
         """Raise `PlanError` for a field's value that is out of range."""
-        if value is self.default:  # most are, and a plan is made anew a few times for each cell
+        if value is self.default:  # most are, and each cell makes a few plans
             return
         if value != self.default:
             if self.part:
@@ -145,7 +146,7 @@ class Option:
                 raise PlanError(f"{label} {self.problem(item, none)}")
 
     def problem(self, value: Any, none: str) -> str:
-        """Return what is wrong with a value; `none` is how the user writes None."""
+        """Return what is wrong with a value. `none` is the user's spelling of None."""
         choice = f" or {none}" if none and self.may_be_none else ""
         known = (self.metavar or "").split("|") if self.must_be[0].startswith("one of") else ()
         guess = did_you_mean(value, known) if isinstance(value, str) else ""
@@ -164,16 +165,10 @@ def option(flags: str, help: str, default: Any = None, **traits: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def options_of(plan: Any) -> tuple[Option, ...]:
-    """Return the options that are fields of a dataclass."""
-    fields = [field for field in dataclasses.fields(plan) if field.metadata]
-    return tuple(dataclasses.replace(f.metadata["option"], field=f.name) for f in fields)
-
-
-def one_of(
+def choice(
     names: Sequence[str], more: Callable[[], Iterable[str]] = tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the traits of an option that takes one of a few names, or of `more` not listed."""
+    """Return the traits of an option that takes one of `names`, or of `more`, which help omits."""
     must_be = (f"one of {', '.join(names)}", lambda name: name in names or name in list(more()))
     return {"metavar": "|".join(names), "must_be": must_be}
 
@@ -202,8 +197,8 @@ def is_output(name: str) -> bool:
     return is_variable(name.removesuffix(OF_ALL))
 
 
-def is_whole(number: Any, least: int = 1, most: float = math.inf) -> bool:
-    return type(number) is int and least <= number <= most
+def is_whole(number: Any, least: int = 1) -> bool:
+    return type(number) is int and number >= least
 
 
 def is_environment(pair: tuple[Any, Any]) -> bool:
@@ -212,12 +207,12 @@ def is_environment(pair: tuple[Any, Any]) -> bool:
     return texts and key != "" and "=" not in key and "\0" not in key + value
 
 
-_OF_EACH_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def check_environment(env: Mapping[str, str]) -> None:
-    """Refuse variables with which no rank could join the others. Raises `PlanError`."""
-    for name in _OF_EACH_RANK:
+    """Raise `PlanError` for variables that would keep ranks from joining each other."""
+    for name in _RANK_VARIABLES:
         if name in env:
             raise PlanError(
                 f"--env {name}={env[name]} would be the same for all ranks. Leave it out: nbtrain "
@@ -228,14 +223,14 @@ def check_environment(env: Mapping[str, str]) -> None:
         raise PlanError(f"--env MASTER_PORT must be a port from 1 to 65535, not {port!r}")
 
 
-def pair_of(text: str) -> tuple[str, str]:
+def read_pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError
     return key, value
 
 
-def node_counts(text: str) -> int | tuple[int, ...]:
+def read_node_counts(text: str) -> int | tuple[int, ...]:
     counts = tuple(map(int, text.split(":")))
     return counts[0] if len(counts) == 1 else counts
 
@@ -245,8 +240,8 @@ def is_range(pair: Any) -> bool:
     return is_pair and pair[0] <= pair[1]
 
 
-def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names in a text or several, where they are separated by commas or spaces."""
+def split_names(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names in texts, where commas or spaces separate them."""
     texts = [texts] if isinstance(texts, str) else texts
     return tuple(
         dict.fromkeys(name for text in texts for name in re.split(r"[,\s]+", text) if name)
@@ -254,35 +249,36 @@ def names_of(texts: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def variable_name(text: str) -> str:
-    """Return a name as Python stores it: in NFKC, where `µ` is the letter of Greek."""
+    """Return a name as Python stores it: in NFKC, which replaces the sign `µ` by a Greek letter."""
     return unicodedata.normalize("NFKC", text)
 
 
-def variables_of(texts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of variables in a text or several."""
-    return tuple(dict.fromkeys(map(variable_name, names_of(texts))))
+def read_variables(texts: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of variables in texts."""
+    return tuple(dict.fromkeys(map(variable_name, split_names(texts))))
 
 
 class Secret(str):
-    """A text that does not show in what is printed of an object that has it."""
+    """A text whose `repr` hides it, also in the `repr` of an object that contains it."""
 
     def __repr__(self) -> str:
         return "'…'"
 
 
-def secrets_of(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
-    """Return texts that nothing shows."""
+def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
+    """Return texts as secrets."""
     texts = [texts] if isinstance(texts, str) else texts or ()
     return tuple(dict.fromkeys(Secret(str(text).strip()) for text in texts))
 
 
-def sources_of(asked: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the sources of telemetry that are asked for: ``"all"``, ``"none"``, names, or all but
-    those with a minus. Raises `PlanError`.
+def read_sources(asked: str | Iterable[str]) -> tuple[Source, ...]:
+    """Return the sources of telemetry for ``"all"``, ``"none"``, names, or names with a minus.
+
+    A name with a minus is left out of all. Raises `PlanError` for an unknown name.
     """
     if asked == "all":
         return SOURCES
-    names = names_of(asked)
+    names = split_names(asked)
     unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
     if unknown or (isinstance(asked, str) and not names):
         name = repr(unknown[0]) if unknown else "without a name"

@@ -1,15 +1,16 @@
-"""`Plan`: what to run, on how many ranks, with which engine and limits, as frozen values."""
+"""`Plan`: one launch, with its task, ranks, engine and limits, as frozen values."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from ..errors import PlanError
 from . import option_types as options
+from .limits import HANG_AFTER_S
 from .option_types import option
 from .world import Rendezvous
 
@@ -23,11 +24,14 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     owner: str = ""
-    """The notebook's name for the object of a bound method: a fresh process cannot look it up."""
+    """The notebook's name for the object of a bound method, which no fresh process can find."""
+
+    references: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The values that the task refers to, while `task_values.keep_references` keeps them."""
 
     @property
     def name(self) -> str:
-        """What to call a run of the function, which may be any callable."""
+        """The name of a run of the function, which may be any callable."""
         function: Any = self.function
         while type(function) is partial:
             function = function.func
@@ -36,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the training function, as the cell's source writes it."""
+    """A parameter of the training function, as written in the cell's source."""
 
     name: str
     default: str | None = None
@@ -45,11 +49,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cell:
-    """Run a notebook cell on every rank, then call its training function if it ends in one.
-
-    `flags` are the compiler's: the ``__future__`` imports of earlier cells. `number` is that of
-    ``In[number]``.
-    """
+    """Run a notebook cell on every rank, then call its training function if it ends in one."""
 
     source: str
     filename: str
@@ -57,7 +57,11 @@ class Cell:
     function: str | None = None
     parameters: tuple[Parameter, ...] = ()
     flags: int = 0
+    """The compiler's flags: the ``__future__`` imports of earlier cells."""
     number: int | None = None
+    """The number in ``In[number]``."""
+    references: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    """As for a `Call`."""
 
 
 Task = Call | Cell
@@ -65,21 +69,21 @@ Task = Call | Cell
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch, as it was asked for. A field that is an `option` has its help there.
+    """One launch, as the user wants it. A field that is an `option` contains its own help.
 
-    Raises `PlanError` for a value that is out of range, and for options that exclude each other.
+    Raises `PlanError` for a value out of range, and for options that exclude each other.
     """
 
     task: Task
     name: str
-    """What to call the run: its folder and its board have it."""
+    """The name of the run, on its board and in the name of its folder."""
 
     num_processes: int | None = option(
         "-n --num-processes",
         "ranks to start; auto (the default): one per GPU or TPU chip, or 2 on a host without any",
         metavar="N|auto",
         read=int,
-        # 0 is `torch.cuda.device_count()` on a host without a GPU: the launcher looks.
+        # 0 is `torch.cuda.device_count()` on a host without a GPU; the launcher handles it.
         must_be=("a whole number ≥ 1", partial(options.is_whole, least=0)),
         none="auto",
     )
@@ -90,13 +94,13 @@ class Plan:
         "torch_tpu (its successor, fresh processes), whichever is installed; ray: on a Ray "
         "cluster; inline: one rank in the kernel itself, for debugging",
         "auto",
-        **options.one_of(options.ENGINES, options.engine_plugins),
+        **options.choice(options.ENGINES, options.engine_plugins),
     )
     mixed_precision: str | None = option(
         "-p --mixed-precision",
         "the precision of a plain Accelerator() in the ranks; on a TPU, bf16 applies to every "
         "float",
-        **options.one_of(options.PRECISIONS),
+        **options.choice(options.PRECISIONS),
     )
     downcast_bf16: bool = option(
         "--downcast-bf16",
@@ -109,7 +113,7 @@ class Plan:
         {},
         metavar="KEY=VALUE",
         types=(Mapping,),
-        read=options.pair_of,
+        read=options.read_pair,
         convert=lambda env: dict(env or {}),
         must_be=("environment variables (KEY=VALUE)", options.is_environment),
     )
@@ -121,7 +125,7 @@ class Plan:
         metavar="NAMES",
         nargs="+",
         types=(str, Iterable),
-        convert=options.variables_of,
+        convert=options.read_variables,
         must_be=(
             f"variable names (NAME, or NAME{options.OF_ALL})",
             options.is_output,
@@ -133,11 +137,11 @@ class Plan:
         "models that the cell mentions",
         True,
     )
-    view: str = option(
+    view: options.View = option(
         "--view",
         "how progress is shown while the cell runs",
         "auto",
-        **options.one_of(options.VIEWS),
+        **options.choice(options.VIEWS),
     )
     config: str | None = option(
         "--config",
@@ -159,7 +163,7 @@ class Plan:
         "after a failure may use as few as MIN nodes",
         keyword="nodes",
         metavar="N|MIN:MAX",
-        read=options.node_counts,
+        read=options.read_node_counts,
         convert=lambda nodes: (nodes, nodes) if isinstance(nodes, int) else nodes,
         must_be=(
             "a number of nodes ≥ 1, the least and the most of them (MIN:MAX)",
@@ -174,7 +178,7 @@ class Plan:
         {},
         metavar="NAME=AMOUNT,…",
         types=(Mapping,),
-        read=lambda text: {k: float(v) for k, v in map(options.pair_of, text.split(","))},
+        read=lambda text: {k: float(v) for k, v in map(options.read_pair, text.split(","))},
         convert=lambda resources: dict(resources or {}),
         must_be=("amounts ≥ 0 (CPU=2,GPU=1), and whole GPUs", options.is_resource),
         part="ray",
@@ -222,27 +226,27 @@ class Plan:
         "--hang-after",
         "report a hang: after this many seconds without progress (300), show which rank is "
         "stuck, where, and which ranks wait for it",
-        options.HANG_AFTER,
+        HANG_AFTER_S,
         **options.SECONDS,
         metavar="SECONDS|off",
         none="off",
         convert=lambda seconds: seconds or None,
     )
-    on_hang: str = option(
+    on_hang: options.OnHang = option(
         "--on-hang",
         "deadlock: end a run whose ranks can never continue, with the report as its error; stop: "
         "end every run that hangs; report: only show the hang on the board",
         "deadlock",
-        **options.one_of(("deadlock", "stop", "report")),
+        **options.choice(get_args(options.OnHang)),
     )
-    telemetry: tuple[str, ...] = option(
+    telemetry: tuple[options.Source, ...] = option(
         "--telemetry",
         f"what ranks report by themselves: {', '.join(options.SOURCES)}; with a minus: all but "
         "these",
         options.SOURCES,
         metavar="all|none|NAME,…|-NAME,…",
         types=(str, Iterable),
-        convert=options.sources_of,
+        convert=options.read_sources,
     )
     track: tuple[str, ...] = option(
         "--track",
@@ -252,7 +256,7 @@ class Plan:
         metavar="NAMES",
         nargs="+",
         types=(str, Iterable),
-        convert=lambda names: options.names_of(names or ()),
+        convert=lambda names: options.split_names(names or ()),
         must_be=(
             f"trackers ({', '.join(options.TRACKERS)}), or NAME{options.OF_ALL}",
             lambda name: name.removesuffix(options.OF_ALL) in options.TRACKERS,
@@ -267,7 +271,7 @@ class Plan:
         metavar="URL",
         nargs="+",
         types=(str, Iterable),
-        convert=options.secrets_of,
+        convert=options.read_secrets,
         must_be=("an address (URL)", lambda url: isinstance(url, str) and (":" in url or not url)),
         part="forwarding",
     )
@@ -278,27 +282,27 @@ class Plan:
         part="debugger",
     )
     port: int | None = None
-    """The port where the ranks meet; None: a free one."""
+    """The port where the ranks meet; None for any free one."""
 
     nodes: Rendezvous | None = None
-    """This node and where it meets the others, for a launch on several."""
+    """This node, and where the nodes meet, for a launch on several."""
 
     scaling: bool = False
-    """Whether the run is one of a comparison of sizes: its ranks time every step."""
+    """Whether this is a run of ``%nbtrain scaling``: its ranks time every step."""
 
     is_live: bool = False
-    """Whether the ranks wait for tasks (`nbtrain.start`): it lasts until they are stopped."""
+    """Whether this starts live ranks (`nbtrain.start`), which run until they are stopped."""
 
-    looks_again: bool = False
-    """Whether it looks at the failure of the task before it, on live ranks."""
+    is_post_mortem: bool = False
+    """Whether this debugs the failure of the task before it, on live ranks."""
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the run goes on behind the cell: to the kernel's end, or beyond (`detach`)."""
+    def is_background(self) -> bool:
+        """Whether the run continues after the cell has returned, or even after the kernel ended."""
         return self.background or self.detach
 
-    def without_addresses(self) -> Plan:
-        """Return what engines and ranks get of it: they need not know who gets messages."""
+    def hide_notify_addresses(self) -> Plan:
+        """Return the plan without the addresses of messages, for engines and ranks."""
         return replace(self, notify=()) if self.notify else self
 
     def __post_init__(self) -> None:
@@ -311,7 +315,7 @@ class Plan:
         precision_is_known = self.mixed_precision is not None or self.config is None
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")
-        if self.debug and self.goes_on:
+        if self.debug and self.is_background:
             raise PlanError("--debug needs the foreground: leave out --background and --detach")
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
@@ -324,5 +328,7 @@ class Plan:
             )
 
 
-OPTIONS = options.options_of(Plan)
+OPTIONS: tuple[options.Option, ...] = tuple(
+    replace(f.metadata["option"], field=f.name) for f in fields(Plan) if "option" in f.metadata
+)
 """Every option that `nbtrain.launch` has, in the order of the help."""

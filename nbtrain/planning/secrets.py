@@ -1,11 +1,12 @@
-"""Finds out which of a user's values are secrets, by their names and their shape. Pure.
+"""Finds secrets among a user's values, by their names and their shapes. Pure.
 
-One rule for all that nbtrain writes into a file or shows: titles, a run's manifest,
-`nbtrain.runs()`, exported scripts, what a tracker raises. Python's own parser reads a source, so
-that no prefix, type or line break hides a secret. What is missed is a password in a file; what is
-wrongly taken for a secret is a parameter that is not listed, and a script that asks for it in the
-environment. So a name alone counts where it can mean nothing else, and else the look of the value,
-too.
+One rule serves all that nbtrain shows or writes into a file: titles, a run's manifest,
+`nbtrain.runs()`, exported scripts, the errors of trackers. Python's own parser reads a source, so
+that no prefix, type or line break hides a secret.
+
+A secret that is missed is a password in a file. A value that is mistaken for one is a parameter
+that is not listed, or a script that takes it from the environment. So a name is enough if it can
+mean nothing else; with any other name, the value must look like a secret, too.
 """
 
 from __future__ import annotations
@@ -20,37 +21,40 @@ import tokenize
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+from .limits import MAX_WORD_CHARS
 
-_ALWAYS = re.compile(
+_CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+_SECRET_NAME = re.compile(
     r"(passwor(d|t)|passwd|passphrase|secret|credential|authtoken)s?($|_|\d)"
     r"|(^|_)(pass|pwd|pw|passcode|passkey|creds|auth|authorization|cookies?|dsn|webhook)(_?\d+)?$"
     r"|(^|_)(connection|conn)_(string|str)$|^(pg|ssh)pass(word)?$"
 )
-"""Names of texts that are secret however short they are."""
+"""The names of texts that are secret at any length."""
 
-_USUALLY = re.compile(r"token(_?\d+)?$|(api|access|private|signing|client)_?keys?(_id)?(_?\d+)?$")
-"""Names of texts that are secret unless they are as short as a word."""
+_TOKEN_NAME = re.compile(
+    r"token(_?\d+)?$|(api|access|private|signing|client)_?keys?(_id)?(_?\d+)?$"
+)
+"""The names of texts that are secret if they are longer than `MAX_WORD_CHARS`."""
 
-_KEY = re.compile(r"(^|_)\w*(key(_id)?|(?<![^_])pat)(_?\d+)?$")
-"""Names of texts that are secret if they look drawn by chance. A ``pat`` may be a pattern."""
+_KEY_NAME = re.compile(r"(^|_)\w*(key(_id)?|(?<![^_])pat)(_?\d+)?$")
+"""The names of texts that are secret if they look random. A ``pat`` may be a pattern."""
 
-_NUMBERS = re.compile(r"passwor(d|t)|passwd|passphrase|passcode|secret|(^|_)pin($|_)")
-"""Names of whole numbers that are secret: a ``high_pass`` or ``cookies`` may be any number."""
+_SECRET_NUMBER_NAME = re.compile(r"passwor(d|t)|passwd|passphrase|passcode|secret|(^|_)pin($|_)")
+"""The names of whole numbers that are secret: ``high_pass`` and ``cookies`` are ordinary ones."""
 
-_OF_A_TOKENIZER = re.compile(
+_TOKENIZER_NAME = re.compile(
     r"(^|_)(pad|bos|eos|unk|sep|cls|class|mask|image|img|special|additional|start|end|prompt)_"
 )
 
-_WORD = 7
-"""Characters of a text that may still be a word."""
+_ORDINARY_VALUE = re.compile(
+    r"none|null|true|false|off|on|yes|no|auto|default|both|linear|basic", re.I
+)
 
-_NO_SECRETS = re.compile(r"none|null|true|false|off|on|yes|no|auto|default|both|linear|basic", re.I)
+_RANDOM_TEXT = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=_-]{16,}")
+"""A text of letters and digits without the words that a name consists of."""
 
-_DRAWN = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=_-]{16,}")
-"""A text of letters and digits without the words of a name."""
-
-_SHAPES = re.compile(
+_SECRET_SHAPE = re.compile(
     r"""
       [a-z][a-z0-9+.-]*://[^/\s:@]*:(?!\0@)[^\s"'<>]+@       # a URL with a password
     | [a-z][a-z0-9+.-]*://(?=[^/\s:@]*\d)[^/\s:@]{12,}@     # or with a token
@@ -73,72 +77,71 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE,
 )
-"""What a provider's keys and tokens look like, whatever the variable is called."""
+"""The shapes of keys, tokens and URLs that are secret under any name."""
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether a text, bytes or a number, by its name or its shape, does not belong into a file."""
+    """Return whether a text, bytes or a number is a secret, by its name or its shape."""
     plain, is_named = _read_name(name)
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value[:10_000]).decode("latin-1")
     if type(value) is int:
-        return _NUMBERS.search(plain) is not None and abs(value) > 999
+        return _SECRET_NUMBER_NAME.search(plain) is not None and abs(value) > 999
     if not isinstance(value, str):
         return False
-    text = str.__str__(value)[:10_000]  # of a subclass, whatever that does when it is indexed
-    if not text or _NO_SECRETS.fullmatch(text):
+    text = str.__str__(value)[:10_000]  # a subclass may do anything when it is indexed
+    if not text or _ORDINARY_VALUE.fullmatch(text):
         return False
-    if is_named or _SHAPES.search(text):
+    if is_named or _SECRET_SHAPE.search(text):
         return True
-    if _OF_A_TOKENIZER.search(plain) or re.search(r"\s|/|\.\w{2,5}$", text):
+    if _TOKENIZER_NAME.search(plain) or re.search(r"\s|/|\.\w{2,5}$", text):
         return False
-    if _USUALLY.search(plain):
-        return len(text) > _WORD and not re.fullmatch(r"<.*>|\[.*\]", text)
+    if _TOKEN_NAME.search(plain):
+        return len(text) > MAX_WORD_CHARS and not re.fullmatch(r"<.*>|\[.*\]", text)
     words = re.search(r"[A-Za-z]{4,}[._-][A-Za-z]{4,}", text)
-    return bool(_KEY.search(plain) and _DRAWN.fullmatch(text) and not words)
+    return bool(_KEY_NAME.search(plain) and _RANDOM_TEXT.fullmatch(text) and not words)
 
 
 @functools.lru_cache(1024)
 def _read_name(name: str) -> tuple[str, bool]:
-    """Return a name as the patterns have it, and whether it can only be that of a secret."""
-    plain = re.sub(r"\W", "_", _CAMEL.sub("_", name)).lower()
-    return plain, _ALWAYS.search(plain) is not None
+    """Return a name in the spelling of the patterns, and whether it can only name a secret."""
+    plain = re.sub(r"\W", "_", _CAMEL_CASE.sub("_", name)).lower()
+    return plain, _SECRET_NAME.search(plain) is not None
 
 
 def has_secret(line: str) -> bool:
-    """Return whether a line of a shell or a magic has a secret, such as ``%env API_KEY=…``."""
-    return hidden_in_text(line) != line or any(map(_DRAWN.fullmatch, line.split()))
+    """Return whether a line of a shell or a magic contains a secret: ``%env API_KEY=…``."""
+    return mask_text(line) != line or any(map(_RANDOM_TEXT.fullmatch, line.split()))
 
 
-_NAMED = re.compile(
+_NAMED_VALUE = re.compile(
     r"""(?<![\w-])([\w-]+)(["'\]]*\s*[=:]\s*|\s+(?:is\s+)?(?=\S*\d)(?=\S{6}))"""
     r"""(?:(["'])(.+?)(?=\3)|()([^\s"',;&]+))"""
 )
-"""A value in a text, after its name; without a sign between the two if it has a digit."""
+"""A value in a text behind its name, and ``=`` or ``:``; these are optional if it has a digit."""
 
-
-_LEFT = re.compile(
+_SHAPE_START = re.compile(
     r"[a-z][a-z0-9+.-]*://|[?&;\s-]*[\w-]+=|(?i:authorization[\"']?\s*[:=]\s*)|[\w _-]+ ['\"]"
 )
-"""What is left of a shape in a text: what says of which kind it is."""
+"""The start of a secret that stays in a text: it shows the kind."""
 
 
-def hidden_in_text(text: str) -> str:
+def mask_text(text: str) -> str:
     """Return a text that is no source, such as an error's, with ``…`` in place of its secrets."""
 
-    def cut(match: re.Match[str]) -> str:
-        start = _LEFT.match(match[0])
+    def mask_shape(match: re.Match[str]) -> str:
+        start = _SHAPE_START.match(match[0])
         return f"{start[0] if start else ''}…{'@' if match[0].endswith('@') else ''}"
 
-    def named(match: re.Match[str]) -> str:
+    def mask_value(match: re.Match[str]) -> str:
         name, sign, quote, quoted, _, plain = match.groups()
-        is_hidden = is_secret(name, quoted or plain)
-        return f"{name}{sign}{quote or ''}…" if is_hidden else match[0]
+        return f"{name}{sign}{quote or ''}…" if is_secret(name, quoted or plain) else match[0]
 
-    return _NAMED.sub(named, _SHAPES.sub(cut, text))
+    return _NAMED_VALUE.sub(mask_value, _SECRET_SHAPE.sub(mask_shape, text))
 
 
 Value = str | bytes | int
+_Test = Callable[[str, Value], bool]
 
 
 class _Literal(NamedTuple):
@@ -146,19 +149,19 @@ class _Literal(NamedTuple):
 
     node: ast.expr
     name: str
-    """Of the variable, argument or key that gets it."""
+    """The name of the variable, argument or key that gets it."""
     value: Value
 
 
-_HANDS_ON = (
+_UNNAMED_PARTS = (
     *(ast.Tuple, ast.List, ast.Set, ast.Starred, ast.UnaryOp, ast.BoolOp, ast.IfExp),
     *(ast.Attribute, ast.FormattedValue, ast.Await),
 )
-"""Expressions whose parts go by the name of the whole."""
+"""Expressions whose parts have the name of the whole."""
 
 
 def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
-    """Yield what a part of a source consists of, and the name of what gets it."""
+    """Yield the parts of a node of a source, each with the name of what gets its value."""
     match node:
         case ast.Assign(targets=targets, value=ast.Tuple(elts=values) | ast.List(elts=values)) if (
             all(
@@ -175,7 +178,7 @@ def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
             yield value, _name_of(node.target)
         case ast.keyword(arg=arg, value=value):
             is_value = arg in (None, "default", "fallback", "value") and name
-            yield value, name if is_value else _either(arg or "", name)
+            yield value, name if is_value else _choose_name(arg or "", name)
         case ast.For(target=target, iter=values) | ast.comprehension(target=target, iter=values):
             yield values, _name_of(target)
             yield from ((c, "") for c in ast.iter_child_nodes(node) if c is not values)
@@ -186,42 +189,38 @@ def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
             yield from zip(node.kw_defaults, (a.arg for a in node.kwonlyargs), strict=True)
         case ast.Dict(keys=keys, values=values):
             yield from ((key, "") for key in keys)
-            names = (_either(_name_of(k), name) if k else name for k in keys)
+            names = (_choose_name(_name_of(k), name) if k else name for k in keys)
             yield from zip(values, names, strict=True)
-        case ast.MatchMapping(keys=keys, patterns=values):
-            yield from zip(values, map(_name_of, keys), strict=True)
-        case ast.MatchValue(value=value):
-            yield value, name
         case ast.Call(func=func, args=args, keywords=keywords):
             called = _name_of(func)
             own = name if called[:1].isupper() or called in ("str", "bytes", "dict", "join") else ""
             own = called[3:] if called.startswith("set") else own
             yield func, name
-            yield from _in_turn(args, own if called != "print" else None)
+            yield from _pair_with_keys(args, own if called != "print" else None)
             texts = [*map(_text_name, args)]
             named = next((text for text in texts if _read_name(text)[1]), [*texts, own][0])
             yield from ((each, named) for each in keywords)
         case ast.BinOp():
             yield from ((each, name) for each in _operands(node))
         case ast.Tuple(elts=[_, _] as both):
-            yield from _in_turn(both, name)
+            yield from _pair_with_keys(both, name)
         case ast.Subscript(value=value, slice=inside):
             yield from ((value, name), (inside, ""))
         case _:
-            own = name if isinstance(node, _HANDS_ON) else ""
+            own = name if isinstance(node, _UNNAMED_PARTS) else ""
             yield from ((child, own) for child in ast.iter_child_nodes(node))
 
 
-def _either(name: str, whole: str) -> str:
-    """Return a part's name, or that of the whole if only that is a secret's: ``passwords``."""
+def _choose_name(name: str, whole: str) -> str:
+    """Return a part's name, or that of the whole if only that names secrets: ``passwords``."""
     return whole if _read_name(whole)[1] and not _read_name(name)[1] else name
 
 
-def _in_turn(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:
-    """Yield nodes, of which a text may name the one behind it, as of ``setdefault("KEY", "…")``."""
-    before = ""
+def _pair_with_keys(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:
+    """Yield nodes with their names. A text may name the next one: ``setdefault("KEY", "…")``."""
+    before, kinds = "", (_SECRET_NAME, _TOKEN_NAME, _KEY_NAME)
     for node in nodes:
-        is_naming = any(kind.search(_read_name(before)[0]) for kind in (_ALWAYS, _USUALLY, _KEY))
+        is_naming = any(kind.search(_read_name(before)[0]) for kind in kinds)
         yield node, before if is_naming else name or ""
         before = "" if name is None else _text_name(node)
 
@@ -242,47 +241,44 @@ def _name_of(node: ast.expr) -> str:
     return ""
 
 
-def _secrets(node: ast.AST | None, name: str, is_one: _Test, until: int) -> list[_Literal]:
+def _find_secrets(node: ast.AST | None, name: str, test: _Test, until: int) -> list[_Literal]:
     """Return the secrets below a node in the lines of a source up to `until`."""
     if node is None or getattr(node, "lineno", 0) > until:
         return []
     if isinstance(node, ast.Constant):
         value = node.value
-        if isinstance(value, (str, bytes, int)) and is_one(name, value):
+        if isinstance(value, (str, bytes, int)) and test(name, value):
             return [_Literal(node, name, value)]
         return []
     found = [
         each
         for child, its_name in _children(node, name)
-        for each in _secrets(child, its_name, is_one, until)
+        for each in _find_secrets(child, its_name, test, until)
     ]
-    is_whole = isinstance(node, ast.JoinedStr)  # its parts have no places of their own in 3.11
-    if is_whole or (isinstance(node, ast.BinOp) and not found):
-        text = _joined(node)
-        if re.search("[A-Za-z0-9]", text) and (found or is_one(name, text)):
-            return [_Literal(node, name, text)]  # type: ignore[arg-type]
+    # The parts of a JoinedStr have no places of their own in Python 3.11.
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.BinOp) and not found):
+        text = _join_text(node)
+        if re.search("[A-Za-z0-9]", text) and (found or test(name, text)):
+            return [_Literal(node, name, text)]
     return found
 
 
-_Test = Callable[[str, Value], bool]
-
-
-def _joined(node: ast.AST) -> str:
-    """Return a text that is put together of several; a part that no source shows is ``\\0``."""
+def _join_text(node: ast.AST) -> str:
+    """Return a text that an expression joins of several; a part that is no literal is ``\\0``."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.Constant(value=bytes(content)):
             return content.decode("latin-1")
         case ast.JoinedStr(values=parts):
-            return "".join(map(_joined, parts))
+            return "".join(map(_join_text, parts))
         case ast.BinOp():
-            return "".join(map(_joined, _operands(node)))
+            return "".join(map(_join_text, _operands(node)))
     return "\0"
 
 
 def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return what an expression adds, in order; not by recursion: it may add a thousand lines."""
+    """Return what an expression adds, in order. Not by recursion: it may add a thousand lines."""
     behind: list[ast.expr] = []
     while isinstance(node, ast.BinOp):
         behind.append(node.right)
@@ -290,28 +286,28 @@ def _operands(node: ast.expr) -> list[ast.expr]:
     return [node, *reversed(behind)]
 
 
-def _replaced(
-    source: str, is_one: _Test, shown: Callable[[_Literal, str], str], until: int = sys.maxsize
+def _replace_secrets(
+    source: str, test: _Test, replace: Callable[[_Literal, str], str], until: int = sys.maxsize
 ) -> str:
-    """Return a source with something else shown for its secrets, and with ``…`` in comments.
+    """Return a source with its secrets replaced, and with ``…`` for those in comments.
 
-    Raises `SyntaxError`, `ValueError` or `RecursionError` for what Python cannot read.
+    Raises `SyntaxError`, `ValueError` or `RecursionError` if Python cannot parse it.
     """
-    lines = [line.encode() for line in source.split("\n")]  # as ast counts lines, and columns
+    lines = [line.encode() for line in source.split("\n")]  # ast counts bytes in lines
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line) + 1)
     content = source.encode()
     spans: list[tuple[int, int, bytes]] = []
-    for literal in _secrets(ast.parse(source), "", is_one, until):
+    for literal in _find_secrets(ast.parse(source), "", test, until):
         node = literal.node
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
-        spans.append((start, end, shown(literal, content[start:end].decode()).encode()))
+        spans.append((start, end, replace(literal, content[start:end].decode()).encode()))
     for (row, column), comment in _comments(source, until) if "#" in source else ():
         start = starts[row - 1] + len(lines[row - 1].decode()[:column].encode())
-        new = " ".join("…" if _DRAWN.fullmatch(w) else w for w in comment.split(" "))
-        spans.append((start, start + len(comment.encode()), hidden_in_text(new).encode()))
+        new = " ".join("…" if _RANDOM_TEXT.fullmatch(w) else w for w in comment.split(" "))
+        spans.append((start, start + len(comment.encode()), mask_text(new).encode()))
     for start, end, text in sorted(spans, reverse=True):
         content = content[:start] + text + content[end:]
     return content.decode()
@@ -326,17 +322,18 @@ def _comments(source: str, until: int) -> Iterator[tuple[tuple[int, int], str]]:
                 yield token.start, token.string
 
 
-def hidden(source: str, until: int = sys.maxsize) -> str:
+def mask_source(source: str, until: int = sys.maxsize) -> str:
     """Return a source with ``…`` in place of each text that is or may be a secret.
 
-    Its lines stay where they are; those after `until` are left as they are.
+    Its lines keep their numbers; those after `until` are not changed. A source that Python cannot
+    parse is masked whole: its texts cannot be found.
     """
 
-    def is_one(name: str, value: Value) -> bool:
-        is_drawn = isinstance(value, str) and _DRAWN.fullmatch(value)
-        return bool(is_drawn) or is_secret(name, value)
+    def may_be_secret(name: str, value: Value) -> bool:
+        is_random = isinstance(value, str) and _RANDOM_TEXT.fullmatch(value)
+        return bool(is_random) or is_secret(name, value)
 
-    def shown(literal: _Literal, typed: str) -> str:
+    def mask(literal: _Literal, typed: str) -> str:
         ends = "'", "'"
         if isinstance(literal.node, (ast.Constant, ast.JoinedStr)):
             prefix = re.match(r"[A-Za-z]*", typed)
@@ -345,26 +342,21 @@ def hidden(source: str, until: int = sys.maxsize) -> str:
         return text + "\n" * typed.count("\n")
 
     try:
-        return _replaced(source, is_one, shown, until)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):  # nobody knows what is a text in it
+        return _replace_secrets(source, may_be_secret, mask, until)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "…" + "\n" * source.count("\n")
 
 
-def without_secret_texts(source: str) -> tuple[str, set[str]]:
-    """Return a source that takes its secrets from the environment, and their names there.
+def move_secrets_to_environment(source: str) -> tuple[str, set[str]]:
+    """Return a source that reads its secrets from the environment, and the variables' names.
 
-    Raises `SyntaxError`, `ValueError` or `RecursionError` for what Python cannot read.
+    Raises `SyntaxError`, `ValueError` or `RecursionError` if Python cannot parse it.
     """
     variables: dict[str, Value] = {}
 
-    def shown(literal: _Literal, _: str) -> str:
+    def read_variable(literal: _Literal, _: str) -> str:
         own = re.sub(r"\W", "_", literal.name).strip("_").upper() or "SECRET"
-        own = "PASSWORD" if own == "PWD" else own  # which is the shell's folder
+        own = "PASSWORD" if own == "PWD" else own  # PWD is the shell's folder
         several = (own if n == 1 else f"{own}_{n}" for n in range(1, len(variables) + 2))
         variable = next(n for n in several if variables.get(n, literal.value) == literal.value)
         variables[variable] = literal.value
@@ -373,4 +365,4 @@ def without_secret_texts(source: str) -> tuple[str, set[str]]:
             return f"{text}.encode()"
         return f"int({text})" if isinstance(literal.value, int) else text
 
-    return _replaced(source, is_secret, shown), set(variables)
+    return _replace_secrets(source, is_secret, read_variable), set(variables)

@@ -1,13 +1,13 @@
-"""Finds what a task shares with the notebook after a fork, and must not use at the same time.
+"""Finds what forked ranks would share with the notebook, and must not use at the same time.
 
-Also what would need a thread of the notebook: a fork copies none. A regular file is none of that: a
-forked rank gets a position of its own in one that is read, and what several write goes one after
-the other. Nor is a queue of `multiprocessing`: ranks may all put their results into it.
+These are pipes, connections, databases and processes; and what works through a thread of the
+notebook, which a fork does not copy. Regular files are safe: a forked rank gets a position of its
+own in a file that is read, and writes are appended one after another. So are queues of
+`multiprocessing`: all ranks may put their results into one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import queue
@@ -17,16 +17,23 @@ import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from ..system.lost_threads import notebook_threads
+from .limits import (
+    MAX_CONTAINER_DEPTH,
+    MAX_THREAD_SEARCH_DEPTH,
+    MAX_THREAD_SEARCH_ITEMS,
+    MAX_THREAD_SEARCH_VALUES,
+)
 from .plan import Task
 from .task_values import (
-    DEPTH,
     PLAIN,
-    held,
+    Reference,
+    contained_values,
     instance_dict,
     is_model,
     module_of,
@@ -36,61 +43,57 @@ from .task_values import (
 
 Kind = Literal["pipe", "database", "environment", "connection", "process", "thread"]
 
-_DATA = "torch.utils.data"
-_FILES = (io.FileIO, io.BufferedReader, io.TextIOWrapper)  # others may do more when they are asked
+_FILES = (io.FileIO, io.BufferedReader, io.TextIOWrapper)  # others may do more in `fileno`
+
+_PROCESS_PATH = re.compile(r"\.\w+(\[[^\]]*\])?$")
+"""The end of a process's name: ``.processes[0]`` of the pool or environment that contains it."""
 
 
 class SharedHandle(NamedTuple):
-    """A value of the notebook behind which is one thing for all ranks."""
+    """A value of the notebook that stands for one thing that all ranks would share."""
 
     name: str
     kind: Kind
 
 
-def find(task: Task) -> list[SharedHandle]:
-    """Return what ranks that are forked share, each once."""
+def find_shared_handles(task: Task) -> list[SharedHandle]:
+    """Return what ranks that are forked would share, each once."""
     found: dict[int, SharedHandle] = {}
     task_references = references(task)
     by_name = {reference.name: reference.value for reference in task_references}
     for reference in task_references:
-        # Closed, detached, of another thread: whatever an object of the user's raises.
-        with contextlib.suppress(Exception):
-            for name, value in ((reference.name, reference.value), *_of_data(reference)):
-                if (kind := _kind(value)) == "process":
-                    name = _MEMBER.sub("", name)
-                    if _is_manager(by_name.get(name)):  # which serves any process
-                        continue
+        # A handle may be closed, detached, or of another thread; an object may raise anything.
+        with suppress(Exception):
+            for name, value in ((reference.name, reference.value), *_loader_contents(reference)):
+                kind = _kind(value)
+                if kind == "process":
+                    name = _PROCESS_PATH.sub("", name)
+                    owner_classes = type(by_name.get(name)).__mro__
+                    if "BaseManager" in [cls.__name__ for cls in owner_classes]:
+                        continue  # a manager serves any process
                 if kind is not None:
                     found.setdefault(id(value), SharedHandle(name, kind))
     handles = {handle.name: handle for handle in found.values()}
     threads = _threads_and_queues()
-    for name, value in ((r.name, r.value) for r in task_references if threads):
-        with contextlib.suppress(Exception):
-            thread = None if name in handles else _thread_below(value, threads, namespace(task))
-            if thread is not None:
-                threads = {key: each for key, each in threads.items() if each is not thread}
-                handles[name] = SharedHandle(name, "thread")
+    for reference in task_references if threads else ():
+        with suppress(Exception):
+            if reference.name not in handles:
+                thread = _find_thread(reference.value, threads, namespace(task))
+                if thread is not None:
+                    threads = {key: each for key, each in threads.items() if each is not thread}
+                    handles[reference.name] = SharedHandle(reference.name, "thread")
     return list(handles.values())
 
 
-def _is_manager(value: Any) -> bool:
-    managers: Any = sys.modules.get("multiprocessing.managers")
-    return managers is not None and issubclass(type(value), managers.BaseManager)
-
-
-_MEMBER = re.compile(r"\.\w+(\[[^\]]*\])?$")
-"""The end of the name of a process: ``.processes[0]`` of the pool or environment that has it."""
-
-
 def _threads_and_queues() -> dict[int, threading.Thread]:
-    """Return the notebook's threads by their ids, and by those of the queues that they read.
+    """Return the notebook's threads by their ids, and by the ids of the queues that they read.
 
-    Left out are threads that read a queue of `multiprocessing`: it brings them what ranks put into
+    Threads that read a queue of `multiprocessing` are left out: it brings them what ranks put into
     it, as loguru's ``enqueue`` does.
     """
     found = dict[int, threading.Thread]()
     for thread in notebook_threads():
-        target = getattr(thread, "_target", None)  # private: where it is not there, none is found
+        target = getattr(thread, "_target", None)  # private: without it, no queue is found
         owner = getattr(target, "__self__", thread)
         values = [*vars(thread).values(), *instance_dict(owner).values()]
         values += getattr(thread, "_args", ())
@@ -101,37 +104,27 @@ def _threads_and_queues() -> dict[int, threading.Thread]:
     return found
 
 
-THREAD_SEARCH_DEPTH = 6
-"""Attributes and items within each other. TensorBoard's writer has its thread in the fifth."""
-
-THREAD_SEARCH_VALUES = 1000
-"""Values that are looked at below each one that the task names. A writer has 60."""
-
-THREAD_SEARCH_ITEMS = 2000
-"""Items of one value, plain ones included. A writer has a list of 1,550 numbers."""
-
-
-def _thread_below(
+def _find_thread(
     value: Any, threads: Mapping[int, threading.Thread], variables: dict[str, Any]
 ) -> threading.Thread | None:
-    """Return the first of these threads that a value holds, or whose queue it holds.
+    """Return the first of these threads that a value contains, or whose queue it contains.
 
-    What leads to all of the notebook's variables, as the shell does, does not hold them.
+    The search stops at the notebook's variables, which the shell contains.
     """
     level: list[Any] = [sys.modules["logging"].root if value is sys.modules["logging"] else value]
     seen: dict[int, Any] = {id(variables): variables}
-    for _ in range(THREAD_SEARCH_DEPTH):
+    for _ in range(MAX_THREAD_SEARCH_DEPTH):
         for each in level:
             if id(each) in threads:
                 return threads[id(each)]
         seen |= {id(each): each for each in level}
         parts = (part for each in level for part in _parts(each) if id(part) not in seen)
-        level = list(islice(parts, THREAD_SEARCH_VALUES - len(seen)))
+        level = list(islice(parts, MAX_THREAD_SEARCH_VALUES - len(seen)))
     return None
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield what a value holds, but for plain values: a list of numbers may be a data set."""
+    """Yield the items and attributes of a value without plain ones: numbers may be a data set."""
     cls = type(value)
     parts: Iterable[Any] = ()
     if is_model(value) or issubclass(cls, (type, ModuleType, FunctionType)):
@@ -140,31 +133,31 @@ def _parts(value: Any) -> Iterator[Any]:
         parts = dict.values(value)
     elif issubclass(cls, (list, tuple)):
         parts = list.__iter__(value) if issubclass(cls, list) else tuple.__iter__(value)
-    for part in islice(chain(parts, instance_dict(value).values()), THREAD_SEARCH_ITEMS):
+    for part in islice(chain(parts, instance_dict(value).values()), MAX_THREAD_SEARCH_ITEMS):
         if type(part) not in PLAIN:
             yield part
 
 
-def _of_data(reference: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the data set of a loader holds: a task's walk does not look into torch's own."""
+def _loader_contents(reference: Reference) -> Iterator[tuple[str, Any]]:
+    """Yield what a loader's data set contains: the search for references skips torch's objects."""
     name, value = reference.name, reference.value
-    for _ in range(DEPTH):
-        if not module_of(type(value)).startswith(_DATA) or "dataset" not in vars(value):
+    for _ in range(MAX_CONTAINER_DEPTH):
+        is_data = module_of(type(value)).startswith("torch.utils.data")
+        if not is_data or "dataset" not in vars(value):
             return
         name, value = f"{name}.dataset", vars(value)["dataset"]
         yield name, value
-        yield from ((name + path, part) for path, part in held(value).items())
+        yield from ((name + path, part) for path, part in contained_values(value).items())
 
 
 def _kind(value: Any) -> Kind | None:
-    # By its type: to be asked for its class may end the kernel.
+    # By its type: reading ``__class__`` of a proxy may end the kernel.
     cls, sqlite = type(value), sys.modules.get("sqlite3")
     if sqlite is not None and issubclass(cls, sqlite.Connection):
-        # A database in memory is copied by the fork.
         cursor = value.cursor()
-        cursor.row_factory = None  # the user's may make anything of a row
+        cursor.row_factory = None  # the user's may return anything for a row
         has_file = any(path for _, _, path in cursor.execute("PRAGMA database_list"))
-        return "database" if has_file else None
+        return "database" if has_file else None  # a fork copies a database in memory
     lmdb = sys.modules.get("lmdb")
     if lmdb is not None and issubclass(cls, lmdb.Environment):
         return "environment"
@@ -178,7 +171,7 @@ def _kind(value: Any) -> Kind | None:
 
 
 def _is_read_pipe(descriptor: int) -> bool:
-    import fcntl  # not on Windows, which forks nothing
+    import fcntl  # Windows has none, and forks nothing
 
     is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
     return descriptor > 2 and is_read and stat.S_ISFIFO(os.fstat(descriptor).st_mode)

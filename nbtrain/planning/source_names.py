@@ -1,15 +1,15 @@
-"""Finds the names that a source binds, and those that it reads from outside. Pure."""
+"""Finds the names that a cell binds, and those that it reads from the notebook. Pure."""
 
 from __future__ import annotations
 
 import ast
 import re
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 
 def bound_names(source: str, filename: str = "<cell>") -> set[str]:
-    """Return the names a cell may bind at its top level; contains ``*`` for a star import."""
+    """Return the names that a cell may bind at its top level, and ``*`` for a star import."""
     table = symtable.symtable(source, filename, "exec")
     names = {
         s.get_name()
@@ -28,28 +28,32 @@ def bound_names(source: str, filename: str = "<cell>") -> set[str]:
 
 
 def names_read(source: str, filename: str = "<cell>") -> set[str]:
-    """Return the names a cell may take from the notebook, those of its functions included.
+    """Return the names that a cell may take from the notebook, those of its functions included.
 
-    Not those that it binds itself before it first reads them. A name that only a text mentions
-    (``globals()["x"]``, ``eval``) is not seen.
+    A name that the cell binds before it first reads it is not among them; nor is a name that only
+    a text mentions (``globals()["x"]``, ``eval``).
     """
     table = symtable.symtable(source, filename, "exec")
     names = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    inner = table.get_children()
-    while inner:
-        scope = inner.pop()
+    scopes = table.get_children()
+    while scopes:
+        scope = scopes.pop()
         names |= {s.get_name() for s in scope.get_symbols() if s.is_global()}
-        inner += scope.get_children()
-    statements = ast.parse(source).body
-    names |= {name for statement in statements for name in _changed(statement)}
-    return names - _bound_first(statements)
+        scopes += scope.get_children()
+    bound: set[str] = set()
+    read: set[str] = set()
+    for statement in ast.parse(source).body:
+        unseen = set(_names_unseen_by_symtable(statement))
+        names |= unseen
+        read |= unseen | _names_loaded(statement)
+        bound |= always_bound_names(statement) - read
+    return names - bound
 
 
-def _changed(statement: ast.AST) -> Iterator[str]:
-    """Yield the names that are read where no symbol table shows it.
+def _names_unseen_by_symtable(statement: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement reads and that a symbol table does not count as read.
 
-    By ``+=`` and ``del`` (in a function, a table shows what is global), and by a magic, which gets
-    its names in a text.
+    ``+=`` and ``del`` read names outside of functions; magics get their names in a text.
     """
     stack: list[tuple[ast.AST, bool]] = [(statement, False)]
     while stack:
@@ -63,7 +67,7 @@ def _changed(statement: ast.AST) -> Iterator[str]:
                 ),
                 body=[ast.Delete(targets=[ast.Name(id=deleted)])],
                 orelse=[],
-            ) if name == deleted:  # if "x" in globals(): del x
+            ) if name == deleted:  # if "x" in globals(): del x, which needs no x
                 continue
             case ast.AugAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Del()):
                 if not inside:
@@ -71,56 +75,40 @@ def _changed(statement: ast.AST) -> Iterator[str]:
             case ast.Call(
                 func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"))), args=args
             ):
-                texts = [a.value for a in args if isinstance(a, ast.Constant)]
-                for text in texts:
+                for text in [a.value for a in args if isinstance(a, ast.Constant)]:
                     yield from re.findall(r"[A-Za-z_]\w*", str(text))
         inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         stack += [(inner, inside) for inner in ast.iter_child_nodes(node)]
 
 
-def _bound_first(statements: Sequence[ast.stmt]) -> set[str]:
-    """Return the names that a plain statement binds before any statement reads them."""
-    bound: set[str] = set()
-    read: set[str] = set()
-    for statement in statements:
-        read |= _reads(statement)
-        bound |= plainly_bound(statement) - read
-    return bound
-
-
-def _reads(statement: ast.stmt) -> set[str]:
-    """Return the names a statement may read before it binds its own."""
-    names = set(_changed(statement))
-    own: set[ast.AST] = set()
+def _names_loaded(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement may read before it binds its own."""
+    own: set[str] = set()
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        # What its body means by its own name is what it is by then; a base class is not.
-        inside = [n for part in statement.body for n in ast.walk(part)]
-        own = {n for n in inside if isinstance(n, ast.Name) and n.id == statement.name}
-    if isinstance(statement, ast.For):  # its variable is bound whenever its body runs
-        targets = {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)}
-        inside = [n for part in statement.body for n in ast.walk(part)]
-        own = {n for n in inside if isinstance(n, ast.Name) and n.id in targets}
+        own = {statement.name}  # in its body; in its bases and defaults, it is not bound yet
+    elif isinstance(statement, ast.For):
+        own = {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)}
+    body = {n for part in (getattr(statement, "body", ()) if own else ()) for n in ast.walk(part)}
+    names: set[str] = set()
     for node in ast.walk(statement):
         match node:
-            case ast.Name(id=name, ctx=ast.Load()) if node not in own:
+            case ast.Name(id=name, ctx=ast.Load()) if name not in own or node not in body:
                 names.add(name)
             case ast.Global(names=declared):
                 names.update(declared)
     return names
 
 
-def plainly_bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement binds whatever happens."""
+def always_bound_names(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement binds on every path."""
     match statement:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}
         case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
             return {(a.asname or a.name).partition(".")[0] for a in aliases}
         case ast.Assign(targets=targets):
-            stores = [n for target in targets for n in ast.walk(target)]
-            return {
-                n.id for n in stores if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            }
+            names = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            return {name.id for name in names if isinstance(name.ctx, ast.Store)}
         case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
             return {name}
         case ast.For(target=ast.Name(id=name), iter=ast.List(elts=items) | ast.Tuple(elts=items)):

@@ -1,13 +1,18 @@
 """Finds the values of the notebook that a task refers to.
 
-A task refers to what its function is given (arguments, those that `functools.partial` binds,
-defaults, the object of a bound method), to what its source looks up (a cell's variables, a
-function's closure and globals, and the same of the notebook's own functions and classes among
-them), and to what lists, dicts and objects among all these hold.
+A task refers to:
 
-The notebook and every rank, forked or fresh, walk over the same values in the same order, so that
-they find the same ones by the same names. Users' values are looked at from outside: their types,
-items and instance dictionaries, never a property or a method of theirs.
+- what its function is given: arguments, those that `functools.partial` binds, defaults, the object
+  of a bound method;
+- what its source names: a cell's variables, a function's closure and globals, and the same of the
+  notebook's own functions and classes among them;
+- what lists, dicts and objects among these contain.
+
+The launcher finds these values once (`keep_references`), and everybody reads that result. A forked
+rank inherits it. A fresh process finds the values once more, in what it was sent, and must find the
+same ones by the same names, so the order of the search depends on nothing else.
+
+The search reads types, items and instance dictionaries. It calls no method of the user's values.
 """
 
 from __future__ import annotations
@@ -25,45 +30,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from types import (
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from ..system.source_files import is_library
+from .limits import MAX_CONTAINED_VALUES, MAX_CONTAINER_DEPTH
 from .option_types import OF_ALL
 from .plan import Call, Cell, Plan, Task
 from .source_names import names_read
 
-ITEMS = 100
-"""Items of a list, a dict or an object that are looked at, the first ones: it may be a data set."""
-
-DEPTH = 3
-"""Containers within each other that are looked into: ``runs[0].nets['g']`` is in three."""
-
-VALUES = 5000
-"""Values that are looked at in all."""
-
-_CLASS_DICT: Any = type.__dict__["__dict__"]
-_MODULE: Any = type.__dict__["__module__"]
-_MRO: Any = type.__dict__["__mro__"]
-_BASES: Any = type.__dict__["__bases__"]
-_QUALNAME: Any = type.__dict__["__qualname__"]
 _CACHED: Any = type(functools.lru_cache(int))
 _CALLABLE = (
     *(FunctionType, MethodType, functools.partial, _CACHED),
     *(staticmethod, classmethod, property),
 )
-"""What `invocation` looks behind."""
+"""The types that `unwrap_call` unwraps."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
 _CLOSED = frozenset({"nbtrain", "IPython", "ipykernel", "traitlets", "torch"})
-"""Packages whose objects are not looked into: several hold the kernel, with all its variables."""
+"""Packages whose objects are not searched: several hold the kernel, with all its variables."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +61,13 @@ class Reference:
     value: Any
 
     is_shared: bool = True
-    """Whether a fresh process gets this value. A function of an imported module does not look up
-    this one there: the process imports the module anew."""
+    """Whether a fresh process gets this value. It does not get what a function of an imported
+    module looks up there: the process imports the module for itself."""
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """What stands behind a callable: functions, and what partials and methods hand them."""
+    """The functions inside a callable, and the arguments that its partials and methods bind."""
 
     functions: tuple[FunctionType, ...]
     """From the outermost decorator to the function that the user wrote."""
@@ -91,16 +76,18 @@ class Invocation:
     kwargs: Mapping[str, Any]
 
     owner: Any = None
-    """The object of a bound method, or one that is called itself."""
+    """The object of a bound method, or an object that is called itself."""
 
-    rest: Any = None
-    """What is called where it is no Python function."""
+    callee: Any = None
+    """What is called if that is no Python function."""
 
-    def given(self) -> dict[str, Any]:
-        """Return the arguments by their parameters' names, ``argument3`` where there is none."""
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by parameter, ``argument3`` for one without a parameter's name."""
         names, _ = self._parameters()
-        given = {names[i] if i < len(names) else f"argument{i}": v for i, v in enumerate(self.args)}
-        return {**given, **{n: v for n, v in self.kwargs.items() if n.isidentifier()}}
+        by_position = {
+            names[i] if i < len(names) else f"argument{i}": v for i, v in enumerate(self.args)
+        }
+        return {**by_position, **{n: v for n, v in self.kwargs.items() if n.isidentifier()}}
 
     def defaults(self) -> dict[str, Any]:
         """Return the defaults of the parameters."""
@@ -116,18 +103,18 @@ class Invocation:
         return names, {**defaults, **(function.__kwdefaults__ or {})}
 
 
-def invocation(
+def unwrap_call(
     value: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Invocation:
-    """Look behind partials, methods, caches and decorators that name what they wrap."""
+    """Return a call without partials, methods, caches, and decorators that name what they wrap."""
     functions: list[FunctionType] = []
-    given, owner = dict(kwargs or {}), None
-    for _ in range(20):
+    named, owner = dict(kwargs or {}), None
+    for _ in range(20):  # a function may name itself as what it wraps
         if type(value) is FunctionType:
             functions.append(value)
             value = value.__dict__.get("__wrapped__")
         elif type(value) is functools.partial:
-            args, given = (*value.args, *args), {**value.keywords, **given}
+            args, named = (*value.args, *args), {**value.keywords, **named}
             value = value.func
         elif type(value) is MethodType:
             owner = value.__self__
@@ -140,44 +127,45 @@ def invocation(
             value = value.__wrapped__
         else:
             break
-    return Invocation(tuple(functions), args, given, owner, value)
+    return Invocation(tuple(functions), args, named, owner, value)
 
 
-def _invocation_of(call: Call) -> Invocation:
-    called = invocation(call.function, call.args, call.kwargs)
+def _unwrap_task(call: Call) -> Invocation:
+    called = unwrap_call(call.function, call.args, call.kwargs)
     if called.functions:
         return called
     # A class is called by its ``__init__``, any other object by the ``__call__`` of its class.
-    is_a_class = is_class(called.rest)
-    for cls in _MRO.__get__(called.rest if is_a_class else type(called.rest)):
-        method = class_dict(cls).get("__init__" if is_a_class else "__call__")
+    callee = called.callee
+    cls, name = (callee, "__init__") if is_class(callee) else (type(callee), "__call__")
+    for base in cls.__mro__:
+        method = vars(base).get(name)
         if type(method) is FunctionType:
-            return invocation(MethodType(method, called.rest), called.args, called.kwargs)
+            return unwrap_call(MethodType(method, callee), called.args, called.kwargs)
     return called
 
 
 def function_of(value: Any) -> FunctionType | None:
-    """Return the Python function that the user wrote behind a callable; None for other kinds."""
-    functions = invocation(value).functions
+    """Return the Python function that the user wrote inside a callable, or None."""
+    functions = unwrap_call(value).functions
     return functions[-1] if functions else None
 
 
 def arguments(task: Task, *, with_defaults: bool = False) -> dict[str, Any]:
-    """Return what the task's function is given, by its parameters' names, before anything ran.
+    """Return the arguments of the task's function by its parameters' names, before anything ran.
 
-    Of a cell's defaults only constants: the ranks alone know the value of any other expression.
+    Of a cell's defaults only constants: the value of any other expression exists only in a rank.
     """
     if isinstance(task, Cell):
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for parameter in task.parameters:
             if parameter.name in task.namespace:
-                given[parameter.name] = task.namespace[parameter.name]
+                values[parameter.name] = task.namespace[parameter.name]
             elif with_defaults and parameter.default is not None:
                 with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-                    given[parameter.name] = ast.literal_eval(parameter.default)
-        return given
-    called = _invocation_of(task)
-    return {**(called.defaults() if with_defaults else {}), **called.given()}
+                    values[parameter.name] = ast.literal_eval(parameter.default)
+        return values
+    called = _unwrap_task(task)
+    return {**(called.defaults() if with_defaults else {}), **called.arguments()}
 
 
 def variables(cell: Cell) -> dict[str, Any]:
@@ -188,35 +176,35 @@ def variables(cell: Cell) -> dict[str, Any]:
     return {name: cell.namespace[name] for name in sorted(names & cell.namespace.keys())}
 
 
-def looked_up(cell: Cell) -> dict[str, Any]:
-    """Return the notebook's variables that a cell reads, and those that its functions look up."""
+def all_variables(cell: Cell) -> dict[str, Any]:
+    """Return the notebook's variables that a cell reads, and those that its functions read."""
     found = {**{r.name: r.value for r in references(cell)}, **variables(cell)}
     notebook = cell.namespace
     return {n: v for n, v in sorted(found.items()) if n in notebook and notebook[n] is v}
 
 
 def namespace(task: Task) -> dict[str, Any]:
-    """Return where the variables of a task are: the notebook, or the function's module."""
+    """Return the dictionary of a task's variables: the notebook's, or the function's module's."""
     if isinstance(task, Cell):
         return task.namespace
-    functions = _invocation_of(task).functions
+    functions = _unwrap_task(task).functions
     return functions[-1].__globals__ if functions else {}
 
 
 def public(namespace: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the variables whose names have no underscore; a namespace may have any keys."""
+    """Return the variables without a leading underscore. A namespace may have keys of any type."""
     items = list(namespace.items())
     return {name: value for name, value in items if type(name) is str and name[:1] != "_"}
 
 
-def by_name(task: Task) -> dict[str, Any]:
-    """Return all that a task's variables are, and what its function is given, by name."""
+def named_values(task: Task) -> dict[str, Any]:
+    """Return all variables of a task and the arguments of its function, by name."""
     known = {**namespace(task), **arguments(task)}
     return {name: value for name, value in known.items() if type(name) is str}
 
 
 def visible(function: FunctionType) -> Mapping[str, Any]:
-    """Return all that a function's names can mean: its globals, and what it closes over."""
+    """Return the variables that a function can read: its globals, and those it closes over."""
     if not function.__closure__:
         return function.__globals__
     values = dict(function.__globals__)
@@ -227,16 +215,9 @@ def visible(function: FunctionType) -> Mapping[str, Any]:
     return values
 
 
-def _looked_up(function: FunctionType) -> dict[str, Any]:
-    """Return what a function names: those of its globals that cloudpickle sends with it, too."""
-    known, code = visible(function), function.__code__
-    names = (*code.co_freevars, *global_names(code))
-    return {name: known[name] for name in names if name in known}
-
-
-@functools.lru_cache(maxsize=1 << 10)  # also for forked ranks, which ask the same again
+@functools.lru_cache(maxsize=1 << 10)  # forked ranks inherit it
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that a function looks up, and those of functions within it."""
+    """Return the global names that a function reads, and those of functions within it."""
     return tuple(
         step.argval
         for part in code_within(code)
@@ -254,102 +235,142 @@ def code_within(code: CodeType) -> Iterator[CodeType]:
 
 
 def is_class(value: Any) -> bool:
-    """Return whether a value is a class, without asking its ``__class__``."""
+    """Return whether a value is a class. Does not read ``__class__``, which a proxy computes."""
     return issubclass(type(value), type)
 
 
-def class_dict(cls: type) -> Mapping[str, Any]:
-    """Return a class's own ``__dict__``, without asking its metaclass."""
-    members: Mapping[str, Any] = _CLASS_DICT.__get__(cls)
-    return members
-
-
 def module_of(cls: type) -> str:
-    """Return the module of a class, "" for none, without asking its metaclass."""
+    """Return the name of a class's module; "" if it has none."""
     try:
-        module = _MODULE.__get__(cls)  # not in the `class_dict` of a class that is written in C
-    except AttributeError:  # built at runtime from a namespace without one
+        module = cls.__module__
+    except Exception:  # built at runtime without a module, or whatever a metaclass raises
         return ""
     return module if type(module) is str else ""
 
 
-def qualname_of(cls: type) -> str:
-    """Return a class's qualified name, without asking its metaclass."""
-    return str(_QUALNAME.__get__(cls))
-
-
 def instance_dict(value: Any) -> dict[Any, Any]:
-    """Return an object's own ``__dict__``; nothing where its class has a property of that name."""
-    for base in _MRO.__get__(type(value)):
-        slot: Any = class_dict(base).get("__dict__")
-        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
-            attributes = None
-            with suppress(AttributeError):  # a slot of that name, not assigned (mypyc's classes)
-                attributes = slot.__get__(value)
-            return attributes if type(attributes) is dict else {}
-    return {}
+    """Return an object's ``__dict__``, and an empty one if it has none or computes it."""
+    try:  # not `vars`, which calls the ``__getattribute__`` of the object's class
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # a proxy may raise anything
+        return {}
+    return attributes if type(attributes) is dict else {}
 
 
-def travels_by_value(value: Any) -> bool:
-    """Return whether a fresh process gets a callable or a class itself, without an import.
+def is_pickled_by_value(value: Any) -> bool:
+    """Return whether a fresh process is sent a callable or a class itself, and imports nothing.
 
-    That is cloudpickle's rule: its module does not have it, or is the notebook.
+    That is cloudpickle's rule: its module is the notebook, or does not contain it.
     """
     while type(value) in (functools.partial, MethodType, staticmethod, classmethod):
         value = value.func if type(value) is functools.partial else value.__func__
     if type(value) not in (FunctionType, _CACHED) and not is_class(value):
         value = type(value)
-    if is_class(value):
-        home, path = module_of(value), qualname_of(value)
-    else:
-        home, path = value.__module__, getattr(value, "__qualname__", "")  # a cached partial: none
-    if home == "builtins":  # not all of Python's own types are in there
+    home = module_of(value)
+    if home == "builtins":  # which does not contain all of Python's own types
         return False
-    member: Any = sys.modules.get(home) if type(home) is str and home != "__main__" else None
-    for part in path.split("."):
-        member = (class_dict(member) if is_class(member) else instance_dict(member)).get(part)
+    member: Any = sys.modules.get(home) if home != "__main__" else None
+    for name in getattr(value, "__qualname__", "").split("."):  # a cached partial has no name
+        member = (vars(member) if is_class(member) else instance_dict(member)).get(name)
     return (member.__func__ if type(member) in (staticmethod, classmethod) else member) is not value
-
-
-_walked: tuple[Task, list[Reference]] | None = None
-"""The task whose references are kept, and they; a forked rank begins with those of its kernel."""
 
 
 def references(task: Task) -> list[Reference]:
     """Return the values that a task refers to, each once, nearest first."""
-    return _walked[1] if _walked is not None and _walked[0] is task else _find(task)
+    return task.references or _find_references(task)
 
 
 def keep_references(task: Task) -> None:
-    """Find what a task refers to once, until `forget_references`: a walk takes up to 40 ms."""
-    global _walked
-    if _walked is None or _walked[0] is not task:
-        _walked = task, _find(task)
+    """Find what a task refers to, and keep it with the task until `forget_references`.
+
+    A search takes 40 ms for 10,000 values, and several checks and observers need the result.
+    """
+    if not task.references:
+        task.references.extend(_find_references(task))
 
 
-def forget_references() -> None:
-    """Let go of the values: from now on they may change, and nobody else may hold them."""
-    global _walked
-    _walked = None
+def forget_references(task: Task) -> None:
+    """Release the values: from now on they may change, and the task keeps none of them alive."""
+    task.references.clear()
 
 
-def _find(task: Task) -> list[Reference]:
-    walk = _Walk([namespace(task)])
+def _find_references(task: Task) -> list[Reference]:
+    lookups: list[tuple[str, Any]] = []
     if isinstance(task, Cell):
-        for name, value in {**arguments(task), **variables(task)}.items():
-            walk.add(name, value)
+        roots = [*arguments(task).items(), *variables(task).items()]
     else:
-        called = _invocation_of(task)
-        walk.follow(called, "", travels_by_value(task.function), owner_name(task))
-    return walk.run()
+        called, owner = _unwrap_task(task), owner_name(task)
+        roots = [
+            (owner if owner and value is called.owner else name, value)
+            for name, value in _bound_values(called, "")
+        ]
+        lookups = _looked_up_values(called, "")
+        if is_pickled_by_value(task.function):
+            roots, lookups = [*roots, *lookups], []
+    # By id, and alive: CPython reuses the ids of freed objects.
+    variables_of_task = namespace(task)
+    seen: dict[int, Any] = {id(variables_of_task): variables_of_task}
+    names = Counter[str]()
+    found: list[Reference] = []
+    for values, is_shared in ((roots, True), (lookups, False)):  # a value of both is shared
+        waiting = deque((name, value, 0) for name, value in values)
+        while waiting:  # breadth first, so that short names win
+            name, value, depth = waiting.popleft()
+            if id(value) in seen or type(value) in PLAIN:
+                continue
+            seen[id(value)] = value
+            names[name] += 1
+            unique = name if names[name] == 1 else f"{name} ({names[name]})"
+            found.append(Reference(unique, value, is_shared))
+            with suppress(Exception):  # an object that raises when it is read ends no launch
+                waiting.extend(_parts(unique, value, depth))
+    return found
+
+
+def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield what a value refers to, by name and with the number of containers around it."""
+    if type(value) in _CALLABLE:
+        called = unwrap_call(value)
+        values = _bound_values(called, f"{name}.")
+        if is_pickled_by_value(value):  # of imported functions, only the task's own is searched
+            values += _looked_up_values(called, f"{name}.")
+        yield from ((path, part, 0) for path, part in values)
+        return
+    cls = value if is_class(value) else type(value)
+    if is_pickled_by_value(cls):
+        if cls is not value:
+            yield cls.__qualname__, cls, 0
+        else:
+            yield from ((base.__qualname__, base, 0) for base in cls.__bases__)
+            for member, part in sorted(vars(cls).items()):  # cloudpickle sorts them, too
+                yield f"{name}.{member}", part, 1
+    if depth < MAX_CONTAINER_DEPTH:
+        for path, part in contained_values(value).items():
+            yield name + path, part, depth + 1
+
+
+def _bound_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
+    """Return the arguments of a callable, and the object that is called."""
+    values = [(prefix + name, value) for name, value in called.arguments().items()]
+    return [*values, (f"{prefix}function", called.callee)]
+
+
+def _looked_up_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
+    """Return the defaults of a callable, and its functions with what they read."""
+    values = [(prefix + name, value) for name, value in called.defaults().items()]
+    for function in called.functions:
+        known, code = visible(function), function.__code__
+        names = (*code.co_freevars, *global_names(code))
+        values += [(function.__name__, function), *((n, known[n]) for n in names if n in known)]
+    return values
 
 
 def owner_name(call: Call) -> str:
-    """Return the notebook's name for the object of a bound method, "" for none.
+    """Return the notebook's name for the object of a bound method; "" if there is none.
 
-    Only the notebook itself can know it: a fresh process gets it with the call.
+    Only the notebook's process can look it up: a fresh process gets it with the call.
     """
-    owner = _invocation_of(call).owner
+    owner = _unwrap_task(call).owner
     if call.owner or owner is None:
         return call.owner
     for known in (vars(sys.modules["__main__"]), namespace(call)):
@@ -360,7 +381,7 @@ def owner_name(call: Call) -> str:
 
 
 def expression_of(call: Call) -> str:
-    """Return how the notebook can write a call's function: by its name or a variable; or ""."""
+    """Return how the notebook can write a call's function, by its name or a variable; else ""."""
     function: Any = call.function
     name = getattr(function, "__name__", "")
     if type(function) is FunctionType and name.isidentifier():
@@ -372,102 +393,27 @@ def expression_of(call: Call) -> str:
     return next((name for name, value in known.items() if value is function), "")
 
 
-class _Walk:
-    """Goes over values and what they hold, breadth first, so that short names win."""
+def contained_values(value: Any) -> dict[str, Any]:
+    """Return the first of what a list, a dict or an object contains, by ``[0]``, ``['a']``, ``.a``.
 
-    def __init__(self, closed: Iterable[Any] = (), *, follows: bool = True) -> None:
-        self._follows = follows
-        self._seen = {id(value): value for value in closed}  # alive: an id may come again
-        self._names = Counter[str]()
-        self._waiting = deque[tuple[Reference, int]]()
-        self._unshared: list[tuple[str, Any]] = []
-
-    def add(self, name: str, value: Any, depth: int = 0, is_shared: bool = True) -> None:
-        if id(value) in self._seen or type(value) in PLAIN or len(self._seen) >= VALUES:
-            return
-        self._seen[id(value)] = value
-        self._names[name] += 1
-        unique = name if self._names[name] == 1 else f"{name} ({self._names[name]})"
-        self._waiting.append((Reference(unique, value, is_shared), depth))
-
-    def run(self) -> list[Reference]:
-        references = []
-        for is_shared in (True, False):  # what is reached in both ways is shared
-            for name, value in () if is_shared else self._unshared:
-                self.add(name, value, 0, is_shared)
-            while self._waiting:
-                reference, depth = self._waiting.popleft()
-                references.append(reference)
-                if len(self._seen) < VALUES:
-                    # Whatever an object does that is looked at, it ends no launch and no rank.
-                    with suppress(Exception):
-                        self._look_into(reference, depth)
-        return references
-
-    def _look_into(self, reference: Reference, depth: int) -> None:
-        name, value, is_shared = reference.name, reference.value, reference.is_shared
-        if type(value) in _CALLABLE:
-            if self._follows:
-                by_value = travels_by_value(value)
-                self.follow(invocation(value), f"{name}.", by_value, "", is_shared)
-            return
-        cls = value if is_class(value) else type(value)
-        if self._follows and travels_by_value(cls):
-            if cls is not value:
-                self.add(qualname_of(cls), cls, 0, is_shared)
-            else:
-                self._look_into_class(name, cls, is_shared)
-        for path, part in held(value).items() if depth < DEPTH else ():
-            self.add(name + path, part, depth + 1, is_shared)
-
-    def _look_into_class(self, name: str, cls: type, is_shared: bool) -> None:
-        for base in _BASES.__get__(cls):
-            self.add(qualname_of(base), base, 0, is_shared)
-        for member, value in sorted(class_dict(cls).items()):  # cloudpickle sorts them, too
-            self.add(f"{name}.{member}", value, 1, is_shared)
-
-    def follow(
-        self, called: Invocation, prefix: str, by_value: bool, owner: str, is_shared: bool = True
-    ) -> None:
-        """Add what a callable is given and looks up.
-
-        Of imported ones only the task itself, which has no prefix, is looked into.
-        """
-        for name, value in called.given().items():
-            is_owner = owner and value is called.owner
-            self.add(owner if is_owner else prefix + name, value, 0, is_shared)
-        if called.rest is not None:
-            self.add(f"{prefix}function", called.rest, 0, is_shared)
-        if prefix and not by_value:
-            return
-        own = [(prefix + name, value) for name, value in called.defaults().items()]
-        for function in called.functions:
-            own += [(function.__name__, function), *_looked_up(function).items()]
-        for name, value in own:
-            if by_value:
-                self.add(name, value, 0, is_shared)
-            else:
-                self._unshared.append((name, value))
-
-
-def held(value: Any) -> dict[str, Any]:
-    """Return the first of what a list, a dict or an object holds, by ``[0]``, ``['a']``, ``.a``."""
+    A model is not searched: it is copied back as a whole.
+    """
     cls, parts = type(value), dict[str, Any]()
     package = module_of(cls).partition(".")[0]
     if is_model(value) or issubclass(cls, (type, ModuleType)) or package in _CLOSED:
         return parts
     if issubclass(cls, dict):
-        for index, (key, item) in enumerate(list(islice(dict.items(value), ITEMS))):
+        for index, (key, item) in enumerate(list(islice(dict.items(value), MAX_CONTAINED_VALUES))):
             parts[f"[{_label(key, index)}]"] = item
     elif issubclass(cls, (list, tuple)):
         items = list.__iter__(value) if issubclass(cls, list) else tuple.__iter__(value)
-        parts = {f"[{index}]": item for index, item in enumerate(islice(items, ITEMS))}
-    for key, item in list(islice(instance_dict(value).items(), ITEMS)):
+        first = islice(items, MAX_CONTAINED_VALUES)
+        parts = {f"[{index}]": item for index, item in enumerate(first)}
+    for key, item in list(islice(instance_dict(value).items(), MAX_CONTAINED_VALUES)):
         if type(key) is str:
             parts[f".{key}"] = item
-    for base in _MRO.__get__(cls):
-        members = class_dict(base)
-        for key, slot in members.items() if "__slots__" in members else ():
+    for base in cls.__mro__:
+        for key, slot in vars(base).items() if "__slots__" in vars(base) else ():
             if type(slot) is MemberDescriptorType:
                 with suppress(AttributeError):  # not assigned yet
                     parts[f".{key}"] = slot.__get__(value)
@@ -475,20 +421,20 @@ def held(value: Any) -> dict[str, Any]:
 
 
 def _label(key: Any, index: int) -> str:
-    """Return what stands for a key in a name, of which a file's name is made."""
+    """Return what stands for a key in a name: a short text, as a file is named after it."""
     is_short = type(key) is int or (type(key) is str and len(key) <= 24)
     return repr(key) if is_short else f"#{index}"
 
 
 def is_model(value: Any) -> bool:
-    """Return whether a value is a model."""
-    # Not isinstance: that asks the object, and a proxy may answer with an exception.
+    """Return whether a value is a model of torch."""
+    # Not isinstance: that reads the object's class, and a proxy may raise.
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(value), torch.nn.Module)
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value is an optimizer."""
+    """Return whether a value is an optimizer of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and issubclass(type(value), torch.optim.Optimizer)
 
@@ -504,54 +450,60 @@ def models(task: Task) -> dict[str, Any]:
     return {r.name: r.value for r in references(task) if is_model(r.value)}
 
 
-def returned(plan: Plan) -> dict[str, Any]:
-    """Return what is copied back into the notebook's own objects, by name.
+def synced_objects(plan: Plan) -> dict[str, Any]:
+    """Return the notebook's objects that get the ranks' state after the run, by name.
 
-    Of what `Plan.out` names, models, optimizers and schedulers; with `Plan.sync`, also those that
-    the task refers to. Other things that it names come back as new values. A model comes before
-    its optimizer, and that one before its scheduler.
+    These are models, optimizers and schedulers: those that `Plan.out` names and, with `Plan.sync`,
+    those that the task refers to. Any other variable of `Plan.out` comes back as a new value.
+    Models come first, then optimizers, then schedulers.
     """
-    known = by_name(plan.task)
-    kinds = (is_model, is_optimizer, is_scheduler)
+    known = named_values(plan.task)
     pairs = [(name, known.get(name)) for name in plan.out]
     if plan.sync:
         pairs += [(r.name, r.value) for r in references(plan.task) if r.is_shared]
     values: dict[str, Any] = {}
-    for is_kind in kinds:
+    seen = set[int]()
+    for is_kind in (is_model, is_optimizer, is_scheduler):
         for name, value in pairs:
-            if is_kind(value):
-                values.setdefault(name, value)
-    first = {id(value): name for name, value in reversed(values.items())}
-    return {name: value for name, value in values.items() if first[id(value)] == name}
+            if is_kind(value) and id(value) not in seen and name not in values:
+                seen.add(id(value))
+                values[name] = value
+    return values
 
 
-def not_returned(plan: Plan) -> dict[str, Any]:
-    """Return the other models that the notebook has variables for, or in objects, by name."""
+def unsynced_models(plan: Plan) -> dict[str, Any]:
+    """Return the notebook's other models by name: its variables, and what those contain."""
     if not plan.sync:
         return {}
-    asked_for = {name.removesuffix(OF_ALL) for name in plan.out}
-    walk = _Walk([namespace(plan.task), *returned(plan).values()], follows=False)
-    for name, value in {**models(plan.task), **by_name(plan.task)}.items():
+    variables = namespace(plan.task)
+    skipped = {name.removesuffix(OF_ALL) for name in plan.out} | {"In", "Out"}
+    seen = {id(variables), *map(id, synced_objects(plan).values())}
+    found: dict[str, Any] = {}
+    for name, value in {**models(plan.task), **named_values(plan.task)}.items():
         variable = re.split(r"[.[]", name)[0]
-        if variable not in (*asked_for, "In", "Out") and not variable.startswith("_"):
-            walk.add(name, value)
-    return {r.name: r.value for r in walk.run() if is_model(r.value)}
+        if variable in skipped or variable.startswith("_") or id(value) in seen:
+            continue
+        for path, part in {"": value, **contained_values(value)}.items():
+            if is_model(part) and id(part) not in seen:
+                seen.add(id(part))
+                found[name + path] = part
+    return found
 
 
 class HostNeeds(NamedTuple):
-    """What a task needs of the host, as far as its source and values show."""
+    """What a task needs of the host, as far as its source and its values show."""
 
     source: str = ""
 
     weights: int = 0
-    """Bytes of trainable parameters that it refers to."""
+    """Bytes of the trainable parameters that it refers to."""
 
     workers: int = 0
     """DataLoader workers per rank."""
 
 
 def host_needs(task: Task) -> HostNeeds:
-    """Look at a task without running any of it."""
+    """Return what a task needs of the host, without running any of it."""
     source = task.source if isinstance(task, Cell) else _source(function_of(task.function))
     values = [reference.value for reference in references(task)]
     loader: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())
@@ -583,10 +535,10 @@ def _source(function: FunctionType | None) -> str:
 
 
 def source_lines(task: Task) -> list[str]:
-    """Return the lines of the code that a task runs, as far as that is the user's own.
+    """Return the lines of the user's own code that a task runs. Parses nothing.
 
-    Those of the cell, of the notebook's functions and classes that it refers to, and all lines of
-    each other file of the user's from which it takes something. Nothing is parsed.
+    These are the lines of the cell, of the notebook's functions and classes that it refers to, and
+    all lines of each other file of the user's that it takes something from.
     """
     lines = task.source.splitlines() if isinstance(task, Cell) else []
     files: dict[str, None] = {}
@@ -594,11 +546,12 @@ def source_lines(task: Task) -> list[str]:
     for value in (reference.value for reference in references(task)):
         if type(value) is ModuleType:
             home = vars(value).get("__name__")
+        elif is_class(value) or type(value) is FunctionType:
+            home = module_of(value)
         else:
-            home = value.__module__ if type(value) is FunctionType else None
-            home = module_of(value) if is_class(value) else home
+            continue
         if home in own:
-            members = class_dict(value).values() if is_class(value) else [value]
+            members = vars(value).values() if is_class(value) else [value]
             for function in filter(None, map(function_of, members)):
                 lines += _source(function).splitlines()
         elif type(home) is str and (module := sys.modules.get(home)) is not None:
@@ -610,21 +563,18 @@ def source_lines(task: Task) -> list[str]:
 def _trainable_bytes(models: Iterable[Any]) -> int:
     """Return the bytes of the parameters that training would change, each storage once.
 
-    Only those on the CPU: a rank that writes to them copies the pages it inherited.
+    Only those on the CPU: a rank that writes to them copies the pages that it inherited.
     """
     torch: Any = sys.modules.get("torch")
     sizes: dict[int, int] = {}
-    waiting, seen = list(models), set[int]()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen or not is_model(module):
-            continue
-        seen.add(id(module))
-        inside = vars(module)  # not `parameters()`, which a model may override
-        waiting += (inside.get("_modules") or {}).values()
-        for parameter in (inside.get("_parameters") or {}).values():
-            plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)  # a subclass may compute
-            if plain and parameter.requires_grad and parameter.device.type == "cpu":
-                storage = parameter.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+    for model in models:
+        # Not `parameters()`, which a model may override; without `__init__` it has no parts.
+        with suppress(AttributeError):
+            for module in torch.nn.Module.modules(model):
+                for parameter in vars(module).get("_parameters", {}).values():
+                    # A subclass may compute its storage.
+                    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+                    if is_plain and parameter.requires_grad and parameter.device.type == "cpu":
+                        storage = parameter.untyped_storage()
+                        sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())

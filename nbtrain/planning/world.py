@@ -1,4 +1,4 @@
-"""Joins several nodes into one world: the options of a launch on them, and each node's place."""
+"""Describes a launch on several nodes: how they meet, and the place of each one's ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rendezvous:
     """``HOST:PORT`` of node 0."""
     backend: str = "static"
     conf: Mapping[str, Any] = field(default_factory=dict)
-    """Accelerate's `rdzv_conf`, of which only the timeout means anything here."""
+    """Accelerate's `rdzv_conf`. Only its timeout is used."""
     run_id: str = "none"
 
     def __post_init__(self) -> None:
@@ -64,13 +64,13 @@ class Rendezvous:
 
     @property
     def timeout(self) -> float:
-        """Seconds that nodes wait for each other; 15 minutes by default, as in torch's launcher."""
+        """Seconds that nodes wait for each other. The default of 15 minutes is torch's."""
         seconds: float = self.conf.get("timeout", 900.0)
         return seconds
 
     def describe(self, ranks: int, name: str) -> str:
-        """Say which ranks a node has, and on node 0 what to run on the others."""
-        from ..system.network import is_loopback  # loads socket, which not every rank needs
+        """Return which ranks this node has, and for node 0 also what to run on the others."""
+        from ..system.network import is_loopback  # loads socket, which not all ranks need
 
         first, last = self.node * ranks, (self.node + 1) * ranks - 1
         numbers = f"ranks {first} to {last}" if ranks > 1 else f"rank {first}"

@@ -24,7 +24,7 @@ from typing import IO, Any
 import cloudpickle
 
 from ..errors import ResultNotPicklable
-from ..planning.task_values import is_class, module_of, qualname_of
+from ..planning.task_values import is_class, module_of
 from ..system.text import format_bytes
 
 TRIED = 16 << 20
@@ -42,7 +42,7 @@ def notebook_classes() -> frozenset[type]:
     main: dict[str, Any] = vars(sys.modules["__main__"])
     values: list[Any] = list(main.values())  # a dead proxy among them raises if it is asked
     classes: list[type] = [v for v in values if is_class(v) and module_of(v) == "__main__"]
-    return frozenset(cls for cls in classes if main.get(qualname_of(cls)) is cls)
+    return frozenset(cls for cls in classes if main.get(cls.__qualname__) is cls)
 
 
 def _class_of_main(name: str) -> Any:

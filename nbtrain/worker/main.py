@@ -166,7 +166,7 @@ def _run_and_report(
                 hooks.add(sender)
             if not (job.in_kernel or job.is_live):
                 renew_accelerate_state(job.plan)
-            task_values.forget_references()
+            task_values.forget_references(job.plan.task)
             value = _run_watched(job.plan.task, call)
             _deliver(job, rank, writer, spare, sender, value, threads)
             return 0, None

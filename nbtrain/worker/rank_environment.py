@@ -206,16 +206,16 @@ def renew_accelerate_state(plan: Plan) -> None:
     from then on, as all instances share one state.
     """
     is_alone = plan.num_processes == 1 and plan.nodes is None
-    if is_alone and any(accelerate_objects.made_for_one(plan.task)):
+    if is_alone and any(accelerate_objects.find_single_process_objects(plan.task)):
         return
-    is_inherited = accelerate_objects.is_set()
+    is_inherited = accelerate_objects.has_state()
     if is_inherited:
-        accelerate_objects.forget()
+        accelerate_objects.reset_state()
     elif plan.engine in ("fork", "xla") or "accelerate.state" not in sys.modules:
         return
     for each in accelerate_objects.state_holders(plan.task):
         if accelerate_objects.is_shared_state(each):
-            accelerate_objects.join()
+            accelerate_objects.make_state()
         elif vars(each).pop("_setup_devices", None) is not None:  # the notebook's device
             each.device  # noqa: B018  # TrainingArguments look for it anew, and join
 

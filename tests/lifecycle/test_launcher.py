@@ -101,14 +101,16 @@ def test_an_argument_that_is_called_as_an_option_is_shown_its_way(name: str) -> 
 
 
 def test_telemetry_is_named_as_in_a_cell() -> None:
-    assert option_types.sources_of("all") == option_types.SOURCES
-    assert option_types.sources_of("none") == option_types.sources_of(()) == ()
+    assert option_types.read_sources("all") == option_types.SOURCES
+    assert option_types.read_sources("none") == option_types.read_sources(()) == ()
     assert (
-        option_types.sources_of("loss, bars")
-        == option_types.sources_of(["bars", "loss"])
+        option_types.read_sources("loss, bars")
+        == option_types.read_sources(["bars", "loss"])
         == ("bars", "loss")
     )
-    assert option_types.sources_of("-loss") == tuple(s for s in option_types.SOURCES if s != "loss")
+    assert option_types.read_sources("-loss") == tuple(
+        s for s in option_types.SOURCES if s != "loss"
+    )
     with pytest.raises(PlanError, match=r"no telemetry 'speed'.*all, none, bars"):
         nbtrain.launch(int, view="none", telemetry="speed")
 

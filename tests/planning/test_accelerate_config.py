@@ -117,14 +117,14 @@ def test_the_environment_is_that_of_accelerate_launch(tmp_path: Path) -> None:
         [*command, "--config_file", file, str(script)], check=True, env=quiet, timeout=60
     )
     seen = json.loads(out.read_text())
-    ours = accelerate_config.read(file, 1).env
+    ours = accelerate_config.read_config(file, 1).env
     theirs = {k: v for k, v in seen.items() if k.startswith(("ACCELERATE_", "FSDP_"))}
     assert ours == {k: v for k, v in theirs.items() if k != "ACCELERATE_MIXED_PRECISION"}
     assert len(ours) > 10
 
 
-def texts(findings: list[Finding]) -> list[str]:
-    return [finding.shown for finding in findings]
+def codes(findings: list[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
 
 
 def test_what_is_asked_for_wins_with_a_note(tmp_path: Path) -> None:
@@ -132,25 +132,23 @@ def test_what_is_asked_for_wins_with_a_note(tmp_path: Path) -> None:
     asked = _plan(
         config=file, num_processes=4, mixed_precision="no", env={"FSDP_MIN_NUM_PARAMS": "7"}
     )
-    plan, findings = accelerate_config.applied(asked)
+    plan, findings = accelerate_config.apply_config(asked)
     assert (plan.num_processes, plan.mixed_precision) == (4, "no")
     assert plan.env["FSDP_MIN_NUM_PARAMS"] == "7"
     assert plan.env["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
-    assert texts(findings) == [
-        "Number of processes: nbtrain uses 4, as you asked, instead of 2 from config.yaml.",
-        "Mixed precision: nbtrain uses no, as you asked, instead of bf16 from config.yaml.",
-        "$FSDP_MIN_NUM_PARAMS: nbtrain uses 7, as you asked, instead of 10 from config.yaml.",
-    ]
-    assert accelerate_config.applied(_plan()) == (_plan(), [])
+    assert codes(findings) == ["config-overridden"] * 3
+    assert ["4" in findings[0].text, "bf16" in findings[1].text] == [True, True]
+    assert "$FSDP_MIN_NUM_PARAMS" in findings[2].text
+    assert accelerate_config.apply_config(_plan()) == (_plan(), [])
 
 
 def test_ranks_precision_and_device_come_from_the_file(tmp_path: Path) -> None:
-    plan, findings = accelerate_config.applied(_plan(config=_file(tmp_path, CPU)))
+    plan, findings = accelerate_config.apply_config(_plan(config=_file(tmp_path, CPU)))
     assert (plan.num_processes, plan.mixed_precision, findings) == (3, "bf16", [])
     assert plan.env["CUDA_VISIBLE_DEVICES"] == ""
     assert not {"OMP_NUM_THREADS", "MASTER_PORT", "ACCELERATE_USE_CPU"} & plan.env.keys()
     gpus = "distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '1,3'\n"
-    plan, _ = accelerate_config.applied(_plan(config=_file(tmp_path, gpus)))
+    plan, _ = accelerate_config.apply_config(_plan(config=_file(tmp_path, gpus)))
     assert plan.env["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert plan.mixed_precision is None
 
@@ -161,7 +159,7 @@ def test_deepspeed_brings_its_gradient_accumulation(tmp_path: Path) -> None:
         "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
         "deepspeed_config: {gradient_accumulation_steps: 4, zero_stage: 2}\n",
     )
-    env = accelerate_config.read(file).env
+    env = accelerate_config.read_config(file).env
     assert env["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
     assert env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
@@ -186,22 +184,23 @@ tpu_use_sudo: false
 
 def test_a_file_for_a_tpu_brings_its_engine_processes_and_precision(tmp_path: Path) -> None:
     file = _file(tmp_path, TPU)
-    plan, findings = accelerate_config.applied(_plan(config=file))
+    plan, findings = accelerate_config.apply_config(_plan(config=file))
     assert (plan.engine, plan.num_processes) == ("tpu", 8)
     assert (plan.mixed_precision, plan.downcast_bf16) == ("bf16", True)
     assert plan.env["LIBTPU_INIT_ARGS"] == "--a=b"
     assert "CUDA_VISIBLE_DEVICES" not in plan.env
-    assert texts(findings) == ["config.yaml: nbtrain ignores what is for TPU pods only: tpu_name."]
-    plan, _ = accelerate_config.applied(_plan(config=file, mixed_precision="no", num_processes=1))
+    assert codes(findings) == ["config-ignored"]
+    assert "tpu_name" in findings[0].text
+    plan, _ = accelerate_config.apply_config(
+        _plan(config=file, mixed_precision="no", num_processes=1)
+    )
     assert (plan.num_processes, plan.downcast_bf16) == (1, False)
-    plan, findings = accelerate_config.applied(_plan(config=file, engine="fork"))
+    plan, findings = accelerate_config.apply_config(_plan(config=file, engine="fork"))
     assert (plan.engine, plan.downcast_bf16) == ("fork", False)
-    assert texts(findings) == [
-        "Engine: nbtrain uses fork, as you asked, instead of the TPU of config.yaml."
-    ]
-    assert accelerate_config.applied(_plan(config=file, engine="xla"))[0].engine == "xla"
+    assert codes(findings) == ["config-ignored"]
+    assert accelerate_config.apply_config(_plan(config=file, engine="xla"))[0].engine == "xla"
     plain = "distributed_type: XLA\nmixed_precision: bf16\ndowncast_bf16: 'no'\n"
-    plan, findings = accelerate_config.applied(_plan(config=_file(tmp_path, plain)))
+    plan, findings = accelerate_config.apply_config(_plan(config=_file(tmp_path, plain)))
     assert (plan.num_processes, plan.downcast_bf16, findings) == (None, False, [])
 
 
@@ -234,7 +233,7 @@ def test_a_file_for_a_tpu_brings_its_engine_processes_and_precision(tmp_path: Pa
 def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
     file = _file(tmp_path, text)
     with pytest.raises(PlanError) as caught:
-        accelerate_config.read(file)
+        accelerate_config.read_config(file)
     assert file in str(caught.value)
     assert words in str(caught.value).replace(file, "")
     assert "\n" not in str(caught.value)
@@ -255,9 +254,9 @@ def test_a_file_that_is_missing_is_said_to_be(
 
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "default.yaml"))
     with pytest.raises(PlanError, match="accelerate config"):
-        accelerate_config.read("default")
+        accelerate_config.read_config("default")
     (tmp_path / "default.yaml").write_text(CPU)
-    assert accelerate_config.read("default").num_processes == 3
+    assert accelerate_config.read_config("default").num_processes == 3
 
 
 def test_fsdp_1_on_cpu_ranks_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_launch_has_every_option_of_the_table_with_its_default() -> None:
 
 def test_a_plan_has_a_field_for_every_option_of_the_table() -> None:
     plan = Plan(Call(print), "print")
-    own = {"task", "name", "port", "nodes", "scaling", "is_live", "looks_again"}
+    own = {"task", "name", "port", "nodes", "scaling", "is_live", "is_post_mortem"}
     assert {f.name for f in dataclasses.fields(Plan)} - own == {o.field for o in OPTIONS}
     assert all(getattr(plan, option.field) == option.default for option in OPTIONS)
 
@@ -71,6 +71,11 @@ def test_a_flag_and_a_keyword_are_refused_in_the_same_words(
         nbtrain.launch(print, **keywords)  # type: ignore[arg-type]
 
 
+def test_a_text_that_is_no_number_is_refused() -> None:
+    with pytest.raises(PlanError, match="--hang-after: must be a number of seconds"):
+        parsing.parse_options(["--hang-after", "soon"])
+
+
 def test_waiting_for_no_nodes_may_be_none() -> None:
     assert parsing.plan_fields({"wait_for_nodes": None}) == {"wait_for_nodes": 0}
 
@@ -92,6 +97,11 @@ def test_a_refused_environment_shows_nothing_but_the_variable_at_fault() -> None
         ("-n 2 -- -x", "-n 2", "-x"),
         ("-n 2", "-n 2", ""),
         ("", "", ""),
+        ("-n 1 'abc", "-n 1", "'abc"),
+        ("--out a,b -n 2 train(x)", "--out a,b -n 2", "train(x)"),
+        ("--no-sync train(x)", "--no-sync", "train(x)"),
+        ("--background train(x)", "--background", "train(x)"),
+        ("--detach train(x)", "--detach", "train(x)"),
     ],
 )
 def test_a_line_is_split_where_the_options_end(line: str, before: str, expression: str) -> None:
@@ -99,45 +109,30 @@ def test_a_line_is_split_where_the_options_end(line: str, before: str, expressio
     assert (text.strip(), rest) == (before, expression)
 
 
-@pytest.mark.part("ray", "forwarding")
-def test_options_become_values() -> None:
-    line = "-n 4 -e fork -p bf16 --env A=1 --env B=x=y --as r --view none --timeout 1.5 --nodes 2"
+VALUES = [
+    ("-n 4 -e fork -p bf16", {"num_processes": 4, "engine": "fork", "mixed_precision": "bf16"}),
+    ("-n auto", {"num_processes": None}),
+    ("--env A=1 --env B=x=y --as r", {"env": {"A": "1", "B": "x=y"}, "bind": "r"}),
+    ("--view none --timeout 1.5", {"view": "none", "timeout": 1.5}),
+    ("", {"hang_after": 300, "out": (), "sync": True}),
+    ("--hang-after 2.5", {"hang_after": 2.5}),
+    ("--hang-after off", {"hang_after": None}),
+    ("--hang-after 0", {"hang_after": None}),
+    ("--out a,b c@all, -n 2 --out d a", {"out": ("a", "b", "c@all", "d")}),
+    ("--no-sync", {"sync": False}),
+    pytest.param("--nodes 2", {"spread": (2, 2)}, marks=pytest.mark.part("ray")),
+    pytest.param("--nodes 1:4", {"spread": (1, 4)}, marks=pytest.mark.part("ray")),
+    pytest.param(
+        *("--resources CPU=2,GPU=1", {"resources": {"CPU": 2, "GPU": 1}}),
+        marks=pytest.mark.part("ray"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "values"), VALUES)
+def test_options_become_values(line: str, values: dict[str, Any]) -> None:
     parsed = parsing.parse_options(parsing.split_line(line))
-    assert (parsed.num_processes, parsed.engine, parsed.mixed_precision) == (4, "fork", "bf16")
-    assert (parsed.env, parsed.bind, parsed.view) == ({"A": "1", "B": "x=y"}, "r", "none")
-    assert (parsed.timeout, parsed.spread) == (1.5, (2, 2))
-    assert parsing.parse_options(["-n", "auto"]).num_processes is None
-    assert parsing.parse_options(["--nodes", "1:4"]).spread == (1, 4)
-    assert parsing.parse_options(["--resources", "CPU=2,GPU=1"]).resources == {
-        "CPU": 2,
-        "GPU": 1,
-    }
-
-
-def test_an_open_quote_is_not_lost() -> None:
-    assert parsing.split_options("-n 1 'abc") == ("-n 1", "'abc")
-
-
-def test_the_seconds_until_a_hang_is_reported_can_be_set_or_off() -> None:
-    assert parsing.parse_options([]).hang_after == 300
-    assert parsing.parse_options(["--hang-after", "2.5"]).hang_after == 2.5
-    for off in ("off", "0"):
-        assert parsing.parse_options(["--hang-after", off]).hang_after is None
-    with pytest.raises(PlanError, match="number of seconds"):
-        parsing.parse_options(["--hang-after", "soon"])
-
-
-def test_variables_and_models_to_copy_back_are_options() -> None:
-    assert (parsing.parse_options([]).out, parsing.parse_options([]).sync) == (
-        (),
-        True,
-    )
-    arguments = ["--out", "a,b", "c@all,", "-n", "2", "--out", "d", "a", "--no-sync"]
-    parsed = parsing.parse_options(arguments)
-    assert (parsed.out, parsed.sync) == (("a", "b", "c@all", "d"), False)
-    assert parsing.split_options("--out a,b -n 2 train(x)") == ("--out a,b -n 2", "train(x)")
-    for flag in ("--no-sync", "--background", "--detach"):
-        assert parsing.split_options(f"{flag} train(x)") == (flag, "train(x)")
+    assert {name: getattr(parsed, name) for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,7 @@ def test_a_misspelt_option_or_name_is_guessed(line: str, guess: str) -> None:
         parsing.parse_options(line.split())
 
 
-def test_what_looks_like_nothing_is_not_guessed() -> None:
+def test_a_flag_that_is_similar_to_none_is_not_guessed() -> None:
     with pytest.raises(PlanError) as caught:
         parsing.parse_options(["--colour", "red"])
     assert "did you mean" not in str(caught.value)
@@ -179,24 +174,32 @@ def test_what_each_rank_has_for_itself_is_no_variable_of_all(name: str) -> None:
 def test_a_value_that_cannot_be_the_options_is_the_functions() -> None:
     def train(config: object, timeout: float = 5, env: str = "") -> None: ...
 
-    own, left, notes = parsing.shared_out(train, (), {}, {"config": {"lr": 1}, "env": "CartPole"})
+    own, left, notes = parsing.split_launch_kwargs(
+        train, (), {}, {"config": {"lr": 1}, "env": "CartPole"}
+    )
     assert (own, left, notes) == ({"config": {"lr": 1}, "env": "CartPole"}, {}, [])
-    own, left, (note,) = parsing.shared_out(train, (1,), {}, {"timeout": 20.0})
+    own, left, (note,) = parsing.split_launch_kwargs(train, (1,), {}, {"timeout": 20.0})
     assert (own, left) == ({}, {"timeout": 20.0})
     assert note.text.startswith("`timeout` is nbtrain's option here; train() keeps its default")
-    assert parsing.shared_out(train, (1,), {}, {"timeout": None, "env": {"A": "1"}})[2] == []
+    assert (
+        parsing.split_launch_kwargs(train, (1,), {}, {"timeout": None, "env": {"A": "1"}})[2] == []
+    )
     with pytest.raises(PlanError, match=r"functools.partial\(train, config=...\)"):
-        parsing.shared_out(train, (), {}, {"config": "default"})
-    assert parsing.shared_out(train, ({},), {}, {"config": "default"})[1] == {"config": "default"}
+        parsing.split_launch_kwargs(train, (), {}, {"config": "default"})
+    assert parsing.split_launch_kwargs(train, ({},), {}, {"config": "default"})[1] == {
+        "config": "default"
+    }
 
 
 def test_an_array_is_the_functions_whatever_option_has_its_name() -> None:
     def h(out: object) -> None: ...
 
-    own, left, notes = parsing.shared_out(h, (), {}, {"out": (array := np.zeros(3))})
+    own, left, notes = parsing.split_launch_kwargs(h, (), {}, {"out": (array := np.zeros(3))})
     assert own["out"] is array
     assert (left, notes) == ({}, [])
-    own, left, _ = parsing.shared_out(lambda hang_after: 0, (), {}, {"hang_after": torch.ones(2)})
+    own, left, _ = parsing.split_launch_kwargs(
+        lambda hang_after: 0, (), {}, {"hang_after": torch.ones(2)}
+    )
     assert (list(own), left) == (["hang_after"], {})
 
 
@@ -235,7 +238,7 @@ def test_a_decorator_may_supply_the_rank_and_other_arguments() -> None:
     def train(rank: int, epoch: int) -> None: ...
 
     parsing.check_rank_argument(train, (), {})
-    assert parsing.shared_out(train, (), {"epochs": 3}, {})[0] == {"epochs": 3}
+    assert parsing.split_launch_kwargs(train, (), {"epochs": 3}, {})[0] == {"epochs": 3}
 
 
 @pytest.mark.parametrize(

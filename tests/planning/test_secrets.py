@@ -6,10 +6,10 @@ import pytest
 
 from nbtrain.planning.secrets import (
     has_secret,
-    hidden,
-    hidden_in_text,
     is_secret,
-    without_secret_texts,
+    mask_source,
+    mask_text,
+    move_secrets_to_environment,
 )
 
 SECRET = {
@@ -120,7 +120,7 @@ def test_what_a_training_is_given_every_day_is_none(name: str, value: object) ->
     ],
 )
 def test_a_source_takes_its_secrets_from_the_environment(source: str, masked: str) -> None:
-    found, secrets = without_secret_texts(source)
+    found, secrets = move_secrets_to_environment(source)
     assert found == masked
     assert len(secrets) == 1
 
@@ -143,7 +143,7 @@ def test_a_source_takes_its_secrets_from_the_environment(source: str, masked: st
     ],
 )
 def test_a_source_without_secrets_stays_as_it_is(source: str) -> None:
-    assert without_secret_texts(source) == (source, set())
+    assert move_secrets_to_environment(source) == (source, set())
 
 
 def test_a_line_of_a_shell_may_have_a_secret() -> None:
@@ -172,9 +172,9 @@ def test_a_line_of_a_shell_may_have_a_secret() -> None:
     ],
 )
 def test_a_text_of_others_is_shown_without_secrets(text: str, shown: str | None) -> None:
-    assert hidden_in_text(text) == (shown or text)
+    assert mask_text(text) == (shown or text)
 
 
 def test_what_python_cannot_read_is_not_shown() -> None:
-    assert hidden("password = 'x") == "…"
-    assert hidden("x = (" + "not " * 2000 + "1)\n") == "…\n"
+    assert mask_source("password = 'x") == "…"
+    assert mask_source("x = (" + "not " * 2000 + "1)\n") == "…\n"

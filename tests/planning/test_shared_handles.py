@@ -70,44 +70,59 @@ reader = open('/dev/null')
 """
 
 SHARED = {
-    "disk[0]": ("`disk.database` is a connection to an SQLite database", "Connect inside"),
-    "next(iter(loader))": ("`loader.dataset.dataset.database` is a connection to an", "Connect"),
-    "child.stdout.read()": ("is a pipe of the notebook", "Read it in a cell above"),
-    "env.step(1)": ("`env` has processes of the notebook", "Create it inside"),
-    "runner.env.step(1)": ("`runner.env` has processes of the notebook", "Create it inside"),
-    "own_log.write('x')": ("`own_log` works through a thread of the notebook", "Create it"),
-    "logger.error('x')": ("`logger` works through a thread of the notebook", "Create it"),
-    "data[0].stat()": ("`data[0]` is an LMDB environment", "Open it inside"),
-    "peer.fileno()": ("`peer` is a network connection of the notebook", "Connect inside"),
+    "disk[0]": [("disk.database", "database")],
+    "next(iter(loader))": [("loader.dataset.dataset.database", "database")],
+    "child.stdout.read()": [("child.stdout", "pipe")],
+    "env.step(1)": [("env", "process")],
+    "runner.env.step(1)": [("runner.env", "process")],
+    "own_log.write('x')": [("own_log", "thread")],
+    "logger.error('x')": [("logger", "thread")],
+    "data[0].stat()": [("data[0]", "environment")],
+    "peer.fileno()": [("peer", "connection")],
 }
+
+FIND = """
+from nbtrain.planning.cell import read_cell
+from nbtrain.planning.shared_handles import find_shared_handles
+def find(use):
+    return [tuple(h) for h in find_shared_handles(read_cell(use, 'c', globals()))]
+"""
+
+
+@pytest.fixture(scope="module")
+def with_handles(shared_kernel: Notebook) -> Notebook:
+    out = shared_kernel.run(SETUP + FIND)
+    assert out.ename == "", out.traceback
+    return shared_kernel
 
 
 @pytest.mark.parametrize("use", SHARED)
-def test_what_forked_ranks_share_is_named_before_the_start(notebook: Notebook, use: str) -> None:
+def test_what_forked_ranks_share_is_found_by_name_and_kind(
+    with_handles: Notebook, use: str
+) -> None:
     if use.startswith("data"):
         pytest.importorskip("lmdb", reason="needs lmdb")
-    notebook.run(SETUP)
-    out = notebook.run(f"%%distributed -n 2\ndef train():\n    {use}")
-    text, remedy = SHARED[use]
-    assert text in out.board
-    assert remedy in out.board
-    assert "shared-handle" in notebook.value(
-        "str([f['code'] for f in nbtrain.last_run().to_dict()['findings']])"
-    )
+    assert with_handles.value(f"find({use!r})") == SHARED[use]
 
 
-def test_what_each_rank_has_for_itself_is_not(notebook: Notebook) -> None:
-    notebook.run(SETUP)
+def test_what_forked_ranks_share_is_named_before_the_start(with_handles: Notebook) -> None:
+    out = with_handles.run("%%distributed -n 2\ndef train():\n    env.step(1)")
+    assert "`env` has processes of the notebook" in out.board
+    codes = "[f['code'] for f in nbtrain.last_run().to_dict()['findings']]"
+    assert with_handles.value(codes) == ["shared-handle"]
+
+
+def test_what_each_rank_has_for_itself_is_not(with_handles: Notebook) -> None:
     uses = (
         "memory[0], log.write('x'), reader.read(), near.fileno(), os.getpid(), "
         "results.put(nbtrain.rank()), shared.update({nbtrain.rank(): 1}), "
         "len(list(read)), shell.banner"
     )
-    out = notebook.run(f"%%distributed -n 2\ndef train():\n    {uses}")
+    out = with_handles.run(f"%%distributed -n 2\ndef train():\n    {uses}")
     assert "✓" in out.board
     assert "of the notebook" not in out.board
     assert "SQLite" not in out.board
-    assert notebook.value("sorted([results.get(), results.get()]), dict(shared)") == (
+    assert with_handles.value("sorted([results.get(), results.get()]), dict(shared)") == (
         [0, 1],
         {0: 1, 1: 1},
     )
@@ -122,9 +137,8 @@ MADE_INSIDE = """
 """
 
 
-def test_what_the_training_function_creates_works_and_is_not_named(notebook: Notebook) -> None:
-    notebook.run(SETUP)
-    out = notebook.run(f"%%distributed -n 2\ndef train():{MADE_INSIDE}")
+def test_what_the_training_function_creates_works_and_is_not_named(with_handles: Notebook) -> None:
+    out = with_handles.run(f"%%distributed -n 2\ndef train():{MADE_INSIDE}")
     assert "of the notebook" not in out.board
-    assert notebook.value("nbtrain.last_run().results") == [(1, ["x"]), (2, ["x"])]
-    assert notebook.value("env.step(6)") == 7
+    assert with_handles.value("nbtrain.last_run().results") == [(1, ["x"]), (2, ["x"])]
+    assert with_handles.value("env.step(6)") == 7

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import linecache
-import os
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import nbtrain
 from nbtrain.lifecycle.run_info import parameters
 from nbtrain.planning import task_values as tasks
 from nbtrain.planning.cell import read_cell
+from nbtrain.planning.limits import MAX_CONTAINED_VALUES
 from nbtrain.planning.plan import Call, Plan, Task
 from nbtrain.tracking import run_folder
 from nbtrain.transport import payload
@@ -62,13 +62,13 @@ exp = Experiment(model=net, nets={"g": first}, again=net)
 slotted = Slotted()
 slotted.model = net
 config = {"net": net, 3: first, ("a", 1): second}
-models = [net, {"inner": (first, net)}]
+models = [net, {"inner": first}]
 spare = build()
 
 def fit(model, lr=0.1):
     return model
 def fit_all(models):
-    return models[0], models[1]["inner"][0]
+    return models[0], models[1]["inner"]
 def fit_config(config, *rest):
     return config["net"], config[3], config
 def fit_global():
@@ -102,7 +102,7 @@ run_it = exp.run
 OF_EXPERIMENT = {"exp.model": "net", "exp.nets['g']": "first"}
 
 OF_CONFIG = {"config['net']": "net", "config[3]": "first", "config[#2]": "second"}
-OF_MODELS = {"models[0]": "net", "models[1]['inner'][0]": "first"}
+OF_MODELS = {"models[0]": "net", "models[1]['inner']": "first"}
 
 CALLS = {
     "argument": ("Call(fit, (net,))", {"model": "net"}),
@@ -179,17 +179,17 @@ def check_all_see(task: Task, main: dict[str, Any], expected: dict[str, str]) ->
     models = {name: eval(expression, main) for name, expression in expected.items()}
     plan = Plan(task, "test")
     assert tasks.models(task) == models  # telemetry counts these
-    assert tasks.returned(plan) == models  # the ranks send these
+    assert tasks.synced_objects(plan) == models  # the ranks send these
     assert ResultReceiver(plan).objects() == models  # the notebook takes these
-    assert not set(map(id, tasks.not_returned(plan).values())) & set(map(id, models.values()))
+    assert not set(map(id, tasks.unsynced_models(plan).values())) & set(map(id, models.values()))
     assert tasks.host_needs(task).weights == 24 * len(models)  # preflight counts these
     packed = payload.pack(plan)
     try:
         arrived = payload.unpack(packed.path)[0]
     finally:
         packed.close()
-    assert list(tasks.returned(arrived)) == list(
-        tasks.returned(plan)
+    assert list(tasks.synced_objects(arrived)) == list(
+        tasks.synced_objects(plan)
     )  # in a fresh process: the same names
 
 
@@ -262,7 +262,7 @@ def test_no_code_of_the_users_runs(main: dict[str, Any]) -> None:
     call = Call(main["fit_config"], (main["odd"], Trap(), [Trap()]), {"more": Trap()})
     assert tasks.models(call) == {"config['net']": main["net"]}
     assert tasks.host_needs(call).weights == 24
-    assert "spare" in tasks.not_returned(Plan(call, "test"))
+    assert "spare" in tasks.unsynced_models(Plan(call, "test"))
     assert tasks.models(read_cell("fit(trap, odd)", "c", main)) == {"odd['net']": main["net"]}
     trap: Any = Trap()
     assert tasks.references(Call(trap))[0].value is trap
@@ -273,9 +273,10 @@ def test_a_large_list_and_a_circle_are_walked_in_bounds(main: dict[str, Any]) ->
     circle.append(circle)
     assert list(tasks.models(Call(len, (circle,)))) == ["argument0[0]"]
     data = [[object() for _ in range(200)] for _ in range(200)]
-    assert len(tasks.references(Call(len, (data, main["net"])))) <= tasks.VALUES
+    found = tasks.references(Call(len, (data, main["net"])))
+    assert len(found) == MAX_CONTAINED_VALUES**2 + MAX_CONTAINED_VALUES + 3  # with what is called
     assert "argument1" in tasks.models(Call(len, (data, main["net"])))
-    assert not tasks.models(Call(len, ([[[[main["net"]]]]],)))
+    assert not tasks.models(Call(len, ([[[main["net"]]]],)))
 
 
 @pytest.mark.parametrize(
@@ -294,9 +295,9 @@ def test_an_import_from_a_lazy_module_is_not_looked_into(monkeypatch: pytest.Mon
     lazy = type("Lazy", (ModuleType,), {})("lazy")
     monkeypatch.setitem(sys.modules, "lazy", lazy)
     exec("NET = 1\ndef use():\n    return NET\nclass Made:\n    pass", vars(lazy))
-    assert not tasks.travels_by_value(lazy.use)
-    assert not tasks.travels_by_value(lazy.Made)
-    assert not tasks.held(lazy)
+    assert not tasks.is_pickled_by_value(lazy.use)
+    assert not tasks.is_pickled_by_value(lazy.Made)
+    assert not tasks.contained_values(lazy)
 
 
 class Proxy:
@@ -343,20 +344,20 @@ MODEL = torch.nn.Linear(2, 2)
 def test_a_global_of_an_imported_module_is_named_not_copied_back() -> None:
     """A fresh process imports another one: it would overwrite this one with a random start."""
     plan = Plan(Call(imported, (torch.nn.Linear(2, 2),)), "test")
-    assert list(tasks.returned(plan)) == ["model"]
-    assert tasks.not_returned(plan)["MODEL"] is MODEL
+    assert list(tasks.synced_objects(plan)) == ["model"]
+    assert tasks.unsynced_models(plan)["MODEL"] is MODEL
     assert tasks.host_needs(plan.task).weights == 48
 
 
 def test_the_user_may_ask_for_more_or_for_less(main: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(main["net"].parameters(), lr=0.1)
     call = Call(main["fit"], (main["net"], optimizer))
-    assert list(tasks.returned(Plan(call, "test"))) == ["model", "lr"]
-    assert set(tasks.returned(Plan(call, "test", out=("lr", "net")))) == {"lr", "net"}
-    assert tasks.returned(Plan(call, "test", sync=False)) == {}
-    assert tasks.not_returned(Plan(call, "test", sync=False)) == {}
+    assert list(tasks.synced_objects(Plan(call, "test"))) == ["model", "lr"]
+    assert set(tasks.synced_objects(Plan(call, "test", out=("lr", "net")))) == {"lr", "net"}
+    assert tasks.synced_objects(Plan(call, "test", sync=False)) == {}
+    assert tasks.unsynced_models(Plan(call, "test", sync=False)) == {}
     bound = Call(partial(main["fit"], lr=optimizer))
-    assert tasks.returned(Plan(bound, "test", out=("lr",)))["lr"] is optimizer
+    assert tasks.synced_objects(Plan(bound, "test", out=("lr",)))["lr"] is optimizer
 
 
 def test_run_info_knows_what_a_partial_binds_and_what_is_a_default(main: dict[str, Any]) -> None:
@@ -453,20 +454,19 @@ def test_a_cell_brings_back_what_its_object_partial_and_function_train(
 def test_a_launch_walks_once_over_what_a_task_refers_to(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    walks: list[int] = []
-    find = tasks._find
+    searched: list[Task] = []
+    find = tasks._find_references
 
     def counted(task: Task) -> list[tasks.Reference]:
-        walks.append(os.getpid())
+        searched.append(task)
         return find(task)
 
-    monkeypatch.setattr(tasks, "_find", counted)
+    monkeypatch.setattr(tasks, "_find_references", counted)
     assert runs.launch(filled, torch.nn.Linear(2, 2), n=2, engine=engine).results == [3, 3]
-    assert walks == [os.getpid()]
-    assert tasks._walked is None
+    assert [task.references for task in searched] == [[]]
     if engine == "fork":  # its ranks have the kernel's, until the task begins
-        seen = runs.launch(lambda: (len(walks), tasks._walked), n=2).results
-        assert seen == [(2, None)] * 2
+        seen = runs.launch(lambda: [task.references for task in searched], n=2).results
+        assert seen == [[[], []]] * 2
 
 
 HOSTILE = """
@@ -483,7 +483,7 @@ class Raises:
 class Asked:
     def __getattribute__(self, name): raise RuntimeError('asked for ' + name)
 class Meta(type):
-    def __getattribute__(cls, name): raise SystemExit('the metaclass')
+    def __getattribute__(cls, name): raise RuntimeError('the metaclass')
 class Lazy(types.ModuleType):
     def __getattr__(self, name): raise ImportError('no ' + name)
 class Keys(dict):

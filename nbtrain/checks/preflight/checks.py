@@ -35,7 +35,7 @@ def check_fork_support(facts: Facts) -> Iterator[Finding]:
 
 def check_disabled_options(facts: Facts) -> Iterator[Finding]:
     """Warn about a word of NBTRAIN_DISABLE that is no option or engine."""
-    words = set(option_types.disabled(facts.env)) - {*ENGINES, "live", "num_nodes"}
+    words = set(option_types.read_disabled(facts.env)) - {*ENGINES, "live", "num_nodes"}
     if words:
         words -= {name.replace("-", "_") for name in option_types.engine_plugins()}
         words -= {name for option in (*OPTIONS, *MAGIC_ONLY) for name in option.names}

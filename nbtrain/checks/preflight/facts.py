@@ -118,10 +118,12 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         accelerator_inits=tuple(
             accelerator_guard.first_cause(name) for name in sorted(accelerator_guard.initialized())
         ),
-        accelerate_objects=tuple(accelerate_objects.made_for_one(plan.task))
-        if accelerate_objects.is_set() and not _can_reuse_accelerator(plan)
+        accelerate_objects=tuple(accelerate_objects.find_single_process_objects(plan.task))
+        if accelerate_objects.has_state() and not _can_reuse_accelerator(plan)
         else (),
-        shared_handles=tuple(shared_handles.find(plan.task)) if engine.forks_kernel else (),
+        shared_handles=tuple(shared_handles.find_shared_handles(plan.task))
+        if engine.forks_kernel
+        else (),
         in_process_group=bool(dist and dist.is_available() and dist.is_initialized()),
         build=build,
         gpu_count=gpu_count,
@@ -150,7 +152,7 @@ def _can_reuse_accelerator(plan: Plan) -> bool:
     """Return whether a single rank can use the Accelerator that the notebook made."""
     wanted = plan.mixed_precision or "no"
     is_alone = plan.num_processes == 1 and plan.nodes is None
-    return is_alone and wanted in ("no", accelerate_objects.precision())
+    return is_alone and wanted in ("no", accelerate_objects.state_precision())
 
 
 def _visible_gpus(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]:

@@ -36,7 +36,7 @@ class DebuggerRank(RankSide):
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
         global _active, _failed
         _active = Debugging(job, rank, writer, scratch)
-        if not job.plan.looks_again:
+        if not job.plan.is_post_mortem:
             _failed = None
         instrumentation.undo_later(_active.close)
         instrumentation.replace(sys, "breakpointhook", _active.stop_here)

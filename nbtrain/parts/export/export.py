@@ -20,11 +20,11 @@ from datetime import date
 from pathlib import Path
 
 from ...errors import PlanError
-from ...planning.cell import read_cell, with_lookalikes
+from ...planning.cell import name_with_lookalikes, read_cell
 from ...planning.option_parser import parse_options, split_line
 from ...planning.plan import Cell
-from ...planning.secrets import has_secret, hidden, is_secret, without_secret_texts
-from ...planning.source_names import bound_names, names_read, plainly_bound
+from ...planning.secrets import has_secret, is_secret, mask_source, move_secrets_to_environment
+from ...planning.source_names import always_bound_names, bound_names, names_read
 from ...system.files import write_atomically
 from ...system.text import plural
 
@@ -132,7 +132,7 @@ def _write(
     source = "\n\n\n".join("\n".join([f"# {c.place}", *c.lines]) for c in cells if any(c.lines))
     futures = dict.fromkeys(_FUTURE.findall(source))  # Python wants them first
     settings = _settings(source, options)
-    source, secrets = without_secret_texts(_FUTURE.sub("", source))
+    source, secrets = move_secrets_to_environment(_FUTURE.sub("", source))
     sections = [
         _header(place, options, path.name, secrets),
         "".join(futures),
@@ -259,7 +259,7 @@ class _Statement:
         targets = [target for node in deleted for target in node.targets]
         self.deletes = {target.id for target in targets if isinstance(target, ast.Name)}
         self.binds, self.reads = bound_names(text) - self.deletes, names_read(text)
-        self.certainly_binds = {name for node in self.nodes for name in plainly_bound(node)}
+        self.certainly_binds = {name for node in self.nodes for name in always_bound_names(node)}
         self.makers: dict[str, _Statement] = {}
         self.is_ipythons = "get_ipython" in self.reads
         flags = compile(text, "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT).co_flags
@@ -315,7 +315,7 @@ class _NotebookCell:
     @functools.cached_property
     def without_secrets(self) -> list[str]:
         """Its lines as they were before some became comments, without secrets."""
-        return hidden(self._python).split("\n")
+        return mask_source(self._python).split("\n")
 
 
 def _of_nbtrain(node: ast.stmt) -> set[str]:
@@ -377,7 +377,7 @@ def _leave_out(
         for name in sorted(statement.reads):
             maker = statement.makers.get(name, makers.get(name))
             if name in unknown:
-                return f"no cell assigns {with_lookalikes(name, makers)}"
+                return f"no cell assigns {name_with_lookalikes(name, makers)}"
             if maker in left and maker is not None:
                 return f"it needs `{name}` ({maker.cell.place}: {left[maker]})"
         return ""

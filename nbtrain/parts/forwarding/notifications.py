@@ -9,7 +9,7 @@ import platform
 from collections.abc import Sequence
 
 from ...hangs import verdict
-from ...planning.secrets import hidden_in_text
+from ...planning.secrets import mask_text
 from ...system.text import shorten
 from ...tracking import clock
 from ...tracking import events as ev
@@ -83,7 +83,5 @@ def reason(state: RunState) -> str:
     """Return why a run failed, was stopped, or hangs, without secrets; "" for one that is well."""
     culprit = verdict.find_culprit(state)
     if culprit is not None and state.status == "failed":
-        return (
-            f"rank {culprit.rank}: {hidden_in_text(verdict.describe_rank_failure(culprit, state))}"
-        )
+        return f"rank {culprit.rank}: {mask_text(verdict.describe_rank_failure(culprit, state))}"
     return state.explanation or state.hang

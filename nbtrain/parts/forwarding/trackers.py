@@ -11,7 +11,7 @@ from typing import Any
 
 from ...lifecycle.run_info import run_info
 from ...planning.option_types import OF_ALL
-from ...planning.secrets import hidden_in_text
+from ...planning.secrets import mask_text
 from ...system.text import strip_escapes
 from ...tracking import events as ev
 from ...tracking.overview import history
@@ -79,7 +79,7 @@ class RunTracker:
 
     def explain(self, error: BaseException) -> str:
         """Say what a note says of what the tracker raised."""
-        text = strip_escapes(hidden_in_text(str(error)[:_LONGEST]), 300) or type(error).__name__
+        text = strip_escapes(mask_text(str(error)[:_LONGEST]), 300) or type(error).__name__
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:

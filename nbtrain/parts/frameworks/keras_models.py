@@ -18,7 +18,7 @@ import numpy as np
 
 from ...errors import NbtrainError
 from ...planning.plan import Plan
-from ...planning.task_values import by_name, is_model, references
+from ...planning.task_values import is_model, named_values, references
 from ...system.files import write_atomically
 from ...tracking import clock
 from ...tracking import events as ev
@@ -65,7 +65,7 @@ def find_models(plan: Plan) -> dict[str, Any]:
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     if not classes:
         return {}
-    named = {name: by_name(plan.task).get(name) for name in plan.out}
+    named = {name: named_values(plan.task).get(name) for name in plan.out}
     if plan.sync:
         named |= {r.name: r.value for r in references(plan.task) if r.is_shared}
     found = {n: v for n, v in named.items() if isinstance(v, classes) and not is_model(v)}

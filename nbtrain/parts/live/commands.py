@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import PlanError
 from ...part import PASS, Typed
-from ...planning.option_parser import checked, parser, split_line
+from ...planning.option_parser import check_parsed, parser, split_line
 from ...planning.plan import OPTIONS
 from ...system.text import format_bytes, format_ranks, plural, shorten
 from ...ui.tables import text_table
@@ -73,7 +73,9 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     given = split_line(text)
     if name == "restart":
         given = given or _last_options
-    options = checked(parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given))
+    options = check_parsed(
+        parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given)
+    )
     if name == "restart" and old is not None:  # not before the options are known to be right
         old.stop()
     given_options = {o.argument: getattr(options, o.field) for o in _start_options()}

@@ -452,7 +452,7 @@ class LiveRanks:
         One in the background is returned once it has begun; whoever needs the ranks waits for it.
         """
         targets = list(range(self.world_size)) if ranks is None else list(ranks)
-        if plan.goes_on:
+        if plan.is_background:
             return self._run_behind(plan, targets)
         return self._run_now(plan, targets)
 
@@ -503,7 +503,7 @@ class LiveRanks:
         if isinstance(plan.task, Cell):
             has = set.intersection(*(self.variables.names[rank] for rank in targets))
             task_values.keep_references(plan.task)
-            read = task_values.looked_up(plan.task)
+            read = task_values.all_variables(plan.task)
             sent = {name: value for name, value in read.items() if name not in has}
             if changed := self.variables.changed(read, has):
                 names = ", ".join(f"`{name}`" for name in changed)
@@ -590,7 +590,7 @@ class LiveRanks:
         target = self._failed if rank is None else rank
         self._check_rank(target)
         call = Call(part.provided("debugger", "look_again", "`ranks.debug()`"))
-        plan = Plan(call, "debug", looks_again=True, view="none", telemetry=(), sync=False)
+        plan = Plan(call, "debug", is_post_mortem=True, view="none", telemetry=(), sync=False)
         with NotRemembered():
             launcher.run_plan(plan, engine=LiveEngine(self, [target]))
 

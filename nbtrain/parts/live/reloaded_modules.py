@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from ...planning.task_values import class_dict, is_class, module_of
+from ...planning.task_values import is_class, module_of
 from ...system.source_files import is_library
 
 
@@ -77,7 +77,7 @@ def _mark(module: ModuleType, file: str) -> _Mark:
     """
     values = list(vars(module).values())
     for cls in [value for value in values if is_class(value)]:  # a proxy is not asked for its class
-        values += class_dict(cls).values() if module_of(cls) == module.__name__ else ()
+        values += vars(cls).values() if module_of(cls) == module.__name__ else ()
     functions = [value for value in values if type(value) is FunctionType]
     own = [f for f in functions if f.__module__ == module.__name__]
     stat = (0, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 from ...planning.plan import Cell, Task
-from ...planning.task_values import code_within, references, travels_by_value
+from ...planning.task_values import code_within, is_pickled_by_value, references
 
 LOCAL_BYTES = 20 << 20
 """Of source files beside the notebook that travel with a run, at most."""
@@ -49,7 +49,7 @@ def _modules(task: Task) -> Iterator[str]:
         value = reference.value
         if type(value) is ModuleType:
             yield value.__name__.partition(".")[0]
-        elif type(value) is FunctionType and travels_by_value(value):
+        elif type(value) is FunctionType and is_pickled_by_value(value):
             yield from _imported(value.__code__)
         else:
             home = value if isinstance(value, (type, FunctionType)) else type(value)

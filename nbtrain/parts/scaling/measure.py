@@ -14,10 +14,10 @@ from ...errors import NbtrainError, PlanError
 from ...lifecycle.launcher import run_plan
 from ...lifecycle.run import Run
 from ...part import Typed
-from ...planning.cell import with_lookalikes
-from ...planning.option_parser import checked, parser, plan_fields, split_line, split_options
+from ...planning.cell import name_with_lookalikes
+from ...planning.option_parser import check_parsed, parser, plan_fields, split_line, split_options
 from ...planning.plan import Call, Plan
-from ...planning.secrets import hidden
+from ...planning.secrets import mask_source
 from ...system.host import usable_cpus
 from ...system.text import plural, shorten, with_article
 from .report import ScalingReport, Size
@@ -86,9 +86,9 @@ def command(typed: Typed) -> ScalingReport:
     reader.add_argument("--ranks", type=_numbers, default=(1, 2, 4))
     reader.add_argument("--repeat", type=int, default=3)
     text, expression = split_options(typed.text, [])
-    options = checked(reader.parse_args(split_line(typed.fill(text))))
+    options = check_parsed(reader.parse_args(split_line(typed.fill(text))))
     shared = {name: getattr(options, name) for name in _SHARED}
-    plan = Plan(_call(expression, typed.namespace), shorten(hidden(expression), 60), **shared)
+    plan = Plan(_call(expression, typed.namespace), shorten(mask_source(expression), 60), **shared)
     report = _measure(plan, options.ranks, options.repeat)
     if options.bind is not None:
         typed.namespace[options.bind] = report
@@ -115,7 +115,7 @@ def _call(expression: str, namespace: Mapping[str, Any]) -> Call:
         code = compile(ast.fix_missing_locations(tree), "<%nbtrain scaling>", "eval")
         return eval(code, dict(namespace), {capture.id: _capture})  # type: ignore[no-any-return]
     except NameError as error:
-        name = with_lookalikes(str(error.name), namespace)
+        name = name_with_lookalikes(str(error.name), namespace)
         raise PlanError(
             f"%nbtrain scaling: the notebook has no {name}. What a %%distributed cell "
             "defines stays in its ranks: define it in an ordinary cell"

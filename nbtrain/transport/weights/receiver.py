@@ -16,7 +16,7 @@ from ...errors import NbtrainError
 from ...findings import Finding
 from ...planning.option_types import OF_ALL
 from ...planning.plan import Plan
-from ...planning.task_values import is_model, is_optimizer, is_scheduler, namespace, returned
+from ...planning.task_values import is_model, is_optimizer, is_scheduler, namespace, synced_objects
 from ...system.files import read_regular
 from ...tracking import clock
 from ...tracking import events as ev
@@ -57,7 +57,7 @@ class ResultReceiver:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._objects = {name: weakref.ref(value) for name, value in returned(plan).items()}
+        self._objects = {name: weakref.ref(value) for name, value in synced_objects(plan).items()}
         self._others = {
             name: (kind, weakref.ref(model))
             for kind in model_kinds

@@ -19,13 +19,13 @@ from ...errors import NbtrainError
 from ...findings import Finding
 from ...planning.option_types import OF_ALL
 from ...planning.task_values import (
-    by_name,
     is_model,
     is_optimizer,
     is_scheduler,
+    named_values,
     namespace,
     public,
-    returned,
+    synced_objects,
 )
 from ...system.files import write_atomically
 from ...system.instrumentation import patch
@@ -62,7 +62,7 @@ class ResultSender:
         plan = self._plan = job.plan
         self._folder, self._rank, self._writer = job.folder, rank, writer
         self._shared, self._is_live = job.shared_classes, job.is_live
-        self._returned = returned(plan)
+        self._returned = synced_objects(plan)
         if self._is_live:  # what a task before wrapped; FSDP puts its own together
             self._returned = {n: unwrapped(v, but=FSDP) for n, v in self._returned.items()}
         # In the kernel, the notebook has them already.
@@ -394,7 +394,7 @@ class ResultSender:
     def _send_values(self) -> None:
         wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
         pickled: dict[str, bytes] = {}
-        variables = by_name(self._plan.task)
+        variables = named_values(self._plan.task)
         # A new optimizer refers to the notebook's model, but not to a layer that took the place of
         # one that the notebook has. The models of other ranks may differ.
         own = parts.parts(self._returned) if wanted and self._rank == 0 else {}

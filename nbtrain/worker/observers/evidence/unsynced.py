@@ -21,14 +21,14 @@ from ....findings import Finding
 from ....planning.option_types import OF_ALL
 from ....planning.plan import Cell, Plan
 from ....planning.task_values import (
-    held,
+    contained_values,
     is_model,
     module_of,
     namespace,
-    not_returned,
     public,
-    returned,
     source_lines,
+    synced_objects,
+    unsynced_models,
 )
 from ....system.text import plural
 from ....tracking import events as ev
@@ -48,9 +48,9 @@ class UnsyncedModels(Observer):
         self._writer, self._task_is_cell = writer, isinstance(plan.task, Cell)
         self._plan, self._ranks_stay = plan, ranks_stay
         self._named: set[str] = set()
-        models = {name: value for name, value in returned(plan).items() if is_model(value)}
+        models = {name: value for name, value in synced_objects(plan).items() if is_model(value)}
         self._returned = weakref.WeakValueDictionary(models)
-        self._others = weakref.WeakValueDictionary(not_returned(plan))
+        self._others = weakref.WeakValueDictionary(unsynced_models(plan))
         self._namespace = namespace(plan.task) if plan.sync else {}
         self._out = {name.removesuffix(OF_ALL) for name in plan.out}
         known = public(self._namespace)
@@ -121,7 +121,9 @@ class UnsyncedModels(Observer):
         """Return the notebook's variables, and what objects of its own classes have."""
         known = public(self._namespace)
         own = {name: v for name, v in known.items() if module_of(type(v)) == "__main__"}
-        parts = {name + path: part for name, v in own.items() for path, part in held(v).items()}
+        parts = {
+            n + path: part for n, v in own.items() for path, part in contained_values(v).items()
+        }
         return known | parts
 
     @functools.cached_property
