@@ -41,14 +41,16 @@ class _Running:
 
     def look(self) -> list[accelerator_guard.AcceleratorInit]:
         if not self.lines:
-            return accelerator_guard.look(self.number)
+            return accelerator_guard.record_inits(self.number)
         line = self.lines[min(self.at, len(self.lines) - 1)]
         # IPython strips leading blank lines before it parses; people count them.
         skipped = len(self.raw) - len(self.raw.lstrip("\n"))
         typed, parsed = self.raw[skipped:].splitlines(), self.parsed.splitlines()
         # The lines differ in number where a magic over several lines has become one.
         shown = (typed if len(typed) == len(parsed) else parsed)[line - 1]
-        return accelerator_guard.look(self.number, line + skipped, shorten(shown.strip(), 80))
+        return accelerator_guard.record_inits(
+            self.number, line + skipped, shorten(shown.strip(), 80)
+        )
 
 
 class CellWatch:
@@ -67,7 +69,7 @@ class CellWatch:
         self._shell = shell
         self._expecting = False
         self._stack: list[_Running] = []  # a cell may run another one
-        accelerator_guard.look()
+        accelerator_guard.record_inits()
         accelerator_guard.keep_checks_harmless()
         accelerator_hooks.open_()
         shell.events.register("pre_run_cell", self._before)
@@ -94,7 +96,7 @@ class CellWatch:
 
     def _before(self, info: Any) -> None:
         # By a thread, or by a callback.
-        self._warn(accelerator_guard.look(statement="code that ran between two cells"))
+        self._warn(accelerator_guard.record_inits(statement="code that ran between two cells"))
         self._expecting = True
         self._stack.append(_Running(info.raw_cell or ""))
 
@@ -139,7 +141,7 @@ class CellWatch:
         """The statement under way has ended, the next one begins."""
         if self._stack:
             cell = self._stack[-1]
-            if accelerator_guard.has_news():
+            if accelerator_guard.has_new_init():
                 self._warn(cell.look())
             cell.at += 1
 
@@ -154,7 +156,7 @@ class CellWatch:
             if cell.number is not None and not result.success:
                 self.failures[cell.number] = self._line_of_failure(result.error_in_exec)
                 self._explain_name(result.error_in_exec)
-            if accelerator_guard.has_news():
+            if accelerator_guard.has_new_init():
                 self._warn(cell.look())
 
     def _explain_name(self, error: BaseException | None) -> None:
@@ -267,7 +269,7 @@ def _span(first: ast.stmt, last: ast.stmt) -> dict[str, Any]:
 
 def accelerator_status_text() -> str:
     """Return which accelerators are initialised in this process, and by which cells, as text."""
-    now = accelerator_guard.initialized()
+    now = accelerator_guard.initialized_accelerators()
     if not now:
         return "No accelerator is initialised in this kernel: ranks can be forked from it."
     lines = []

@@ -13,7 +13,7 @@ from .. import part
 from ..errors import NbtrainError
 from ..lifecycle import catalog
 from ..lifecycle.run import Run
-from ..system.text import without_controls
+from ..system.text import strip_controls
 from ..tracking import clock
 from ..ui import text_summary
 from ..ui.summary import SCHEMA, as_plain, summary
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (NbtrainError, OSError, IndexError) as error:
         _discard_output()
-        print(f"nbtrain: {without_controls(str(error))}", file=sys.stderr)
+        print(f"nbtrain: {strip_controls(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -169,4 +169,4 @@ def _stop(run: Run) -> int:
 
 def _show(text: str) -> None:
     """Print what files say, without what would have a terminal do more than show it."""
-    print(without_controls(text))
+    print(strip_controls(text))

@@ -100,7 +100,7 @@ def examine() -> Examination:
     signs = tpu.signs()
     others = [f"TPU ({signs})" if signs else "", gpus.unused_accelerator(build) if build else ""]
     on_tpu = tpu.find() if tpu.is_wanted(os.environ) and tpu.has_torch_xla() else None
-    ranks = on_tpu.chips if on_tpu is not None else visible or gpus.CPU_DEFAULT
+    ranks = on_tpu.chips if on_tpu is not None else visible or gpus.DEFAULT_CPU_RANKS
     device = "xla" if on_tpu else "cuda" if visible else "cpu"
     return Examination(
         build,
@@ -163,7 +163,7 @@ def as_dict(seen: Examination | None = None) -> dict[str, Any]:
         **_host_as_dict(seen.ranks),
         "initialized": {
             name: accelerator_guard.first_cause(name).place
-            for name in sorted(accelerator_guard.initialized())
+            for name in sorted(accelerator_guard.initialized_accelerators())
         },
         "patched": [f"{patch.owner}.{patch.name}" for patch in instrumentation.patches()],
         "ranks": seen.ranks,

@@ -85,8 +85,8 @@ def _is_idle() -> bool:
     A kernel ignores interrupts between two messages (seen in ipykernel 6.17 to 7.4); one that came
     in an import would break the module.
     """
-    from ..system.lost_threads import is_the_kernels
+    from ..system.lost_threads import is_kernel_thread
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         return False
-    return all(map(is_the_kernels, threading.enumerate()))
+    return all(map(is_kernel_thread, threading.enumerate()))

@@ -151,7 +151,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(cell_watch.accelerator_status_text())
             case ["guard", ("warn" | "block" | "off") as mode]:
                 self.cell_watch.set_mode(mode)
-                if mode == "block" and accelerator_guard.initialized():
+                if mode == "block" and accelerator_guard.initialized_accelerators():
                     print(cell_watch.accelerator_status_text())
             case ["doctor"] | ["doctor", "--json"]:
                 self._examine(as_json="--json" in line)

@@ -139,7 +139,7 @@ class Engine(ABC):
             ranks = tpu.ranks(tpu.find(env=env), plan.num_processes, env, self.name)
             return self.with_ranks(plan, ranks), self.tpu_device
         count = gpus.gpu_count(env)
-        ranks = plan.num_processes or count or gpus.CPU_DEFAULT
+        ranks = plan.num_processes or count or gpus.DEFAULT_CPU_RANKS
         return self.with_ranks(plan, ranks), "cuda" if count else "cpu"
 
     def with_ranks(self, plan: Plan, ranks: int) -> Plan:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..planning.plan import Task
-from ..system.lost_threads import lost_in_a_fork
+from ..system.lost_threads import find_lost_threads
 from ..transport.job import Job
 from ..transport.weights import fingerprints
 from ..worker import main, task_runner
@@ -62,7 +62,7 @@ class ForkEngine(Engine):
         fingerprints.factors()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
             guard.skip_in_compiler(compiler)
-        job, listener = self.place(replace(job, lost=lost_in_a_fork()))
+        job, listener = self.place(replace(job, lost=find_lost_threads()))
         ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:

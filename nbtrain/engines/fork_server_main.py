@@ -77,7 +77,7 @@ def _import(names: Sequence[str]) -> frozenset[str]:
     if is_collecting:
         gc.enable()
     gc.freeze()  # so that the memory pages stay shared with the ranks
-    return accelerator_guard.initialized() | accelerator_guard.frameworks_in_use()
+    return accelerator_guard.initialized_accelerators() | accelerator_guard.frameworks_in_use()
 
 
 def _files() -> dict[str, str]:

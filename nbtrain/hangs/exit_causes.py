@@ -58,7 +58,7 @@ class OomKills:
         self._explained_kills = before + 1
         evidence = f"the system's count of out-of-memory kills rose from {before} to {count}"
         use = f"; the rank held {format_bytes(memory_bytes)} when last seen" if memory_bytes else ""
-        bound = f"{host.memory().bound}{place}{use}"
+        bound = f"{host.memory().limit_text}{place}{use}"
         text = f"ran out of memory and was killed by the system ({bound})"
         return Cause(text, evidence, ev.OUT_OF_MEMORY)
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..checks.remedies import remedies, remedies_of_rank
 from ..findings import Finding
 from ..system import tpu
-from ..system.source_files import is_library, without_launcher
+from ..system.source_files import is_library, strip_launcher_frames
 from ..system.text import format_bytes, format_bytes_of, format_duration, format_ranks, shorten
 from ..tracking import events as ev
 from ..tracking.state import RankState, RunState
@@ -406,7 +406,7 @@ def final_lines(lines: list[str], count: int = 12) -> list[str]:
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not crash:
         return lines[-count:]
-    stacks = [*without_launcher(lines[crash[-1] + 1 :])]
+    stacks = [*strip_launcher_frames(lines[crash[-1] + 1 :])]
     stacks = [line for line in stacks if not line.startswith("Extension modules: ")]
     own = [i for i, line in enumerate(stacks) if line.startswith("Current thread ")]
     shown = [*lines[max(0, crash[-1] - 4) : crash[-1] + 1], *stacks[own[0] if own else 0 :]]

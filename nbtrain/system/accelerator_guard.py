@@ -1,15 +1,15 @@
-"""Knows whether this process has initialised an accelerator, and where, without initialising one.
+"""Finds out, without initialising any, whether this process has initialised an accelerator.
 
-A process in which ``cuInit`` has succeeded cannot be forked into one that uses CUDA, and torch's
-own flag misses half of the ways to get there. The driver knows: before ``cuInit`` each of its
-calls returns CUDA_ERROR_NOT_INITIALIZED, and such a call changes nothing (measured on an H200).
+After ``cuInit``, a process cannot be forked into one that uses CUDA, and torch's own flag misses
+half of the ways to call it. The driver is exact: before ``cuInit``, each of its calls returns
+CUDA_ERROR_NOT_INITIALIZED and changes nothing (measured on an H200).
 
-JAX and TensorFlow are watched as well: once they have computed, they have threads, which a forked
-process lacks, so that it hangs. An import is no harm, nor is TensorFlow's list of physical devices
+JAX and TensorFlow are watched, too. After a computation they have threads, which a forked process
+lacks, so that it hangs. An import and TensorFlow's list of physical devices start no threads
 (measured with JAX 0.10 and TensorFlow 2.21).
 
-`look` is called around every cell and between a cell's statements. It remembers the place at which
-an accelerator was first seen initialised, or a framework in use.
+`record_inits` is called around every cell and between a cell's statements. It records the place
+where an accelerator was first found initialised, or a framework in use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from . import tpu as host_tpu
 
 OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
-"""What one process uses at a time: fresh ranks cannot use it either."""
+"""Devices that only one process can use at a time, so that fresh ranks cannot use them either."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _has_set_check = False
@@ -37,17 +37,17 @@ _loads_seen: int | None = None
 
 @dataclass(frozen=True)
 class AcceleratorInit:
-    """The first time that an accelerator was seen initialised."""
+    """Where an accelerator was first found initialised."""
 
     name: str
-    """One of the names that `initialized` or `frameworks_in_use` returns."""
+    """One of the names that `initialized_accelerators` or `frameworks_in_use` returns."""
     cell: int | None = None
-    """The number of the cell; None if it happened in none, or before the first look."""
+    """The number of the cell; None outside of cells, and before the first record."""
     line: int | None = None
     statement: str = ""
     """The cell's top-level statement at `line`; without a cell, what ran instead."""
     calls: tuple[str, ...] = ()
-    """The frames that led to it, outermost first, where Python code asked torch for it."""
+    """The calls that led to it, outermost first, if Python code called torch."""
 
     @property
     def place(self) -> str:
@@ -63,7 +63,7 @@ _known: frozenset[str] = frozenset()
 _calls: tuple[str, ...] = ()
 
 
-def initialized() -> frozenset[str]:
+def initialized_accelerators() -> frozenset[str]:
     """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA, TPU."""
     torch = sys.modules.get("torch")
     xpu = getattr(torch, "xpu", None)
@@ -80,8 +80,8 @@ def initialized() -> frozenset[str]:
 
 
 def frameworks_in_use() -> frozenset[str]:
-    """Return which frameworks beside torch have a device, or a context, here: JAX, TensorFlow."""
-    # Private names; where they have moved, nothing is found.
+    """Return which of JAX and TensorFlow have a device or a context in this process."""
+    # Private names; nothing is found if they have moved.
     jax: Any = sys.modules.get("jax._src.xla_bridge")
     tensorflow: Any = sys.modules.get("tensorflow.python.eager.context")
     names = {"JAX"} if jax is not None and getattr(jax, "_backends", None) else set[str]()
@@ -93,7 +93,7 @@ def frameworks_in_use() -> frozenset[str]:
 
 
 def cuda_is_initialized() -> bool:
-    """Return whether CUDA is initialised in this process; False where its driver is not loaded."""
+    """Return whether CUDA is initialised in this process; False if its driver is not loaded."""
     driver = _loaded_driver()
     try:
         return driver is not None and driver.cuDeviceGetCount(ctypes.byref(_count)) == _SUCCESS
@@ -102,7 +102,7 @@ def cuda_is_initialized() -> bool:
 
 
 def _loaded_driver() -> Any:
-    """Return the CUDA driver if something has loaded it; ask the linker only after new loads."""
+    """Return the CUDA driver if it is loaded. Searches again only after a library was loaded."""
     global _driver, _loads_seen
     loads = _loads()
     if _driver is None and (loads is None or loads != _loads_seen):
@@ -113,7 +113,7 @@ def _loaded_driver() -> Any:
 
 
 class _Object(ctypes.Structure):
-    """The beginning of ``struct dl_phdr_info``; `adds` counts the libraries ever loaded."""
+    """The first fields of ``struct dl_phdr_info``; `adds` counts all loads of libraries."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -132,11 +132,11 @@ _Visitor = ctypes.CFUNCTYPE(
 @_Visitor  # type: ignore[untyped-decorator]
 def _first(entry: Any, _size: int, result: Any) -> int:
     result[0] = entry[0].adds
-    return 1  # each entry has the count: no need to visit the others
+    return 1  # every entry has the count, so the first is enough
 
 
 def _loads() -> int | None:
-    """Return how many libraries this process has loaded so far; None where that is not counted."""
+    """Return how many libraries this process has loaded, or None on systems without a count."""
     count = ctypes.c_ulonglong()
     try:
         ctypes.pythonapi.dl_iterate_phdr(_first, ctypes.byref(count))
@@ -145,21 +145,21 @@ def _loads() -> int | None:
     return count.value
 
 
-def has_news() -> bool:
-    """Return whether something was initialised since the last `look`; takes 2 to 3 microseconds."""
-    return not (initialized() | frameworks_in_use()) <= _known
+def has_new_init() -> bool:
+    """Return whether something was initialised since the last `record_inits`. Takes 2 to 3 µs."""
+    return not (initialized_accelerators() | frameworks_in_use()) <= _known
 
 
-def look(
+def record_inits(
     cell: int | None = None, line: int | None = None, statement: str = ""
 ) -> list[AcceleratorInit]:
-    """Remember what was initialised since the last look, at the place given.
+    """Record what was initialised since the last record, with its place.
 
-    Returns the accelerators of it. A framework in use is no news to the user: one process of JAX
-    or TensorFlow may well drive all devices.
+    Returns only accelerators. A framework needs no warning: one process of JAX or TensorFlow can
+    use all devices.
     """
     global _known, _calls
-    accelerators = initialized()
+    accelerators = initialized_accelerators()
     new = [
         AcceleratorInit(name, cell, line, statement, _calls if name in ("CUDA", "ROCm") else ())
         for name in sorted((accelerators | frameworks_in_use()) - _known)
@@ -171,25 +171,25 @@ def look(
 
 
 def note_calls(calls: tuple[str, ...]) -> None:
-    """Remember the calls that are about to initialise CUDA, for the next `look`."""
+    """Keep the calls that are about to initialise CUDA for the next `record_inits`."""
     global _calls
     _calls = calls
 
 
 def history() -> tuple[AcceleratorInit, ...]:
-    """Return every initialisation that was seen in this process, oldest first."""
+    """Return every initialisation that was found in this process, oldest first."""
     return tuple(_history)
 
 
 def first_cause(name: str) -> AcceleratorInit:
-    """Return what initialised an accelerator, or used a framework, as far as it was seen."""
-    look()
+    """Return where an accelerator was initialised, or a framework was used, if that is known."""
+    record_inits()
     seen = (init for init in _history if init.name == name)
     return next(seen, AcceleratorInit(name))
 
 
 def keep_checks_harmless() -> None:
-    """Make ``torch.cuda.is_available()`` count through NVML, which initialises no CUDA here."""
+    """Make ``torch.cuda.is_available()`` use NVML, so that it does not initialise CUDA."""
     global _has_set_check
     if _NVML_CHECK not in os.environ:
         os.environ[_NVML_CHECK] = "1"
@@ -197,7 +197,7 @@ def keep_checks_harmless() -> None:
 
 
 def env_without_checks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a rank: without what `keep_checks_harmless` set."""
+    """Return an environment for a rank, without the variable of `keep_checks_harmless`."""
     return {k: v for k, v in environment.items() if not (_has_set_check and k == _NVML_CHECK)}
 
 

@@ -1,7 +1,7 @@
-"""Notices calls that would initialise an accelerator in this process, and refuses them on demand.
+"""Records calls that would initialise an accelerator in this process, or refuses them.
 
-torch initialises CUDA lazily, through one function, so the stack at that moment shows the caller.
-`close` undoes every patch: when nbtrain is unloaded, and in every rank.
+torch initialises CUDA lazily and through one function, so the stack at that call shows the cause.
+`close` removes all patches: when nbtrain is unloaded, and in every rank.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from . import accelerator_guard
 from .instrumentation import Undo, patch, when_imported
 from .source_files import cell_name, is_library, is_own, source_line
 
-_DEPTH = 12
+_MAX_CALLS = 12
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd")
-"""What a driver for NVIDIA's GPUs (Linux, WSL, Jetson) or AMD's leaves for processes to open."""
+"""Device files of NVIDIA's drivers (Linux, WSL, Jetson) and AMD's."""
 _undo: list[Undo] = []
 _blocking = False
 _places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def open_() -> None:
-    """Notice, from now on, which code makes torch initialise CUDA."""
+    """Record from now on which code makes torch initialise CUDA."""
     if not _undo:
         _undo.append(when_imported("torch", _watch_torch))
         _undo.append(patch("accelerate.accelerator:Accelerator", "__init__", _note_place))
@@ -42,7 +42,7 @@ def open_() -> None:
 
 
 def close() -> None:
-    """Undo everything that `open_` did."""
+    """Undo `open_`."""
     global _blocking
     _blocking = False
     while _undo:
@@ -50,14 +50,14 @@ def close() -> None:
 
 
 def block(wanted: bool) -> bool:
-    """Refuse those calls from now on, or let them pass again; return the setting before."""
+    """Refuse those calls from now on, or allow them; return the setting before."""
     global _blocking
     before, _blocking = _blocking, wanted
     return before
 
 
 def _watch_torch(torch: ModuleType) -> None:
-    # Seen in torch 2.7 to 2.13; the CPU builds have neither of the first two.
+    # Seen in torch 2.7 to 2.13; CPU builds lack the first two.
     _watch(torch._C, "_cuda_init", "Initialising CUDA")
     _watch(torch._C, "_cuda_getDeviceCount", "Asking CUDA itself for its devices")
     if torch.version.cuda or torch.version.hip:
@@ -65,14 +65,14 @@ def _watch_torch(torch: ModuleType) -> None:
 
 
 def _can_be_initialized(*_: Any) -> bool:
-    """Return whether there is a GPU, and this process has initialised none."""
-    return any(map(os.path.exists, _GPU_FILES)) and not accelerator_guard.initialized()
+    """Return whether there is a GPU that this process has not initialised."""
+    return any(map(os.path.exists, _GPU_FILES)) and not accelerator_guard.initialized_accelerators()
 
 
 def _watch(
     owner: Any, name: str, action: str, matters: Callable[..., bool] = _can_be_initialized
 ) -> None:
-    """Pass calls of ``owner.name`` that matter through `_notice` first."""
+    """Call `_notice` before those calls of ``owner.name`` that matter."""
     _undo.append(patch(owner, name, functools.partial(_notice, action, matters)))
 
 
@@ -88,14 +88,14 @@ def _notice(action: str, matters: Callable[..., bool], original: Any, *args: Any
 
 
 def _calls() -> tuple[str, ...]:
-    """Return the calls that led here, outermost first, from the user's own code on."""
+    """Return the calls that led here, outermost first, beginning with the user's code."""
     stack = traceback.extract_stack()
     while stack and is_own(stack[-1].filename):
         stack.pop()
     user = [i for i, frame in enumerate(stack) if not is_library(frame.filename)]
     calls = [_text(frame) for frame in stack[user[0] if user else 0 :]]
-    if len(calls) > _DEPTH:
-        calls[_DEPTH - 4 : -4] = ["…"]
+    if len(calls) > _MAX_CALLS:
+        calls[_MAX_CALLS - 4 : -4] = ["…"]
     return tuple(calls)
 
 
@@ -105,7 +105,7 @@ def _text(frame: traceback.FrameSummary) -> str:
 
 
 def _short(filename: str) -> str:
-    """Return a file's name as people know it: from its package on."""
+    """Return a file's name without the folder that its package is in."""
     for folder in ("site-packages/", "dist-packages/"):
         if folder in filename:
             return filename.rpartition(folder)[2]
@@ -119,7 +119,7 @@ def _note_place(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> N
 
 
 def _user_place(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's own code, as ``In[3], line 2: `Accelerator()` ``."""
+    """Return the innermost line of the user's code, as ``In[3], line 2: `Accelerator()` ``."""
     while frame is not None:
         filename = frame.f_code.co_filename
         is_generated = filename.startswith("<") and not filename.startswith("<ipython-input-")
@@ -133,5 +133,5 @@ def _user_place(frame: FrameType | None) -> str:
 
 
 def place_of(accelerator: Any) -> str:
-    """Return where an Accelerator was made; '' if that was not seen."""
+    """Return where an Accelerator was made; '' if that is unknown."""
     return _places.get(accelerator, "")

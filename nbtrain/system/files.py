@@ -1,4 +1,4 @@
-"""Reads files that grow, writes files whole or not at all, and reserves room for them."""
+"""Reads files that grow, writes files atomically, and reserves space for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ = functools.reduce(
     (getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")),
     os.O_RDONLY,
 )
-"""How to open a file that may be none: to open a pipe would wait for who writes to it."""
+"""Flags to open a path that may not be a file: opening a pipe would wait for its writer."""
 
 
 def _irregular(path: Path) -> OSError:
@@ -30,7 +30,7 @@ def _irregular(path: Path) -> OSError:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading. Raises `OSError`, also for a link, a pipe, a device or a folder."""
+    """Open a file for reading. Raises `OSError` also for a link, a pipe, a device or a folder."""
     descriptor = os.open(path, _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
@@ -38,14 +38,14 @@ def open_regular(path: Path) -> IO[bytes]:
     raise _irregular(path)
 
 
-def read_regular(path: Path, most: int = -1) -> bytes:
-    """Return what is in a file, as `open_regular` opens it; at most so many bytes."""
+def read_regular(path: Path, max_bytes: int = -1) -> bytes:
+    """Return the content of a regular file, at most `max_bytes`. Raises as `open_regular` does."""
     with open_regular(path) as file:
-        return file.read(most)
+        return file.read(max_bytes)
 
 
 def is_readable(file: int | HasFileno, seconds: float = 0.0) -> bool:
-    """Wait for bytes, or for the end; `select` refuses the descriptors of a process with many."""
+    """Wait for bytes or the end of a file. Uses `poll`, because `select` fails for fds ≥ 1024."""
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(1000 * seconds))
@@ -61,9 +61,9 @@ class HasFileno(Protocol):
 class Tail:
     """Reads the complete lines that were appended to a file since the last call.
 
-    At most `limit` bytes a call: where more was appended, and `skip` is true, the oldest are
-    skipped, so that a rank that prints without end costs its reader nothing. A line of more than
-    `longest` bytes, by default the limit, is broken. A file that was deleted and created again is
+    A call reads at most `limit` bytes. If more was appended and `skip` is true, the oldest bytes
+    are skipped, so that a rank that prints without end does not slow its reader. A line of more
+    than `longest` bytes, by default `limit`, is split. A file that was deleted and created again is
     read from its start.
     """
 
@@ -73,15 +73,15 @@ class Tail:
         self._path, self._limit, self._skip = path, limit, skip
         self._longest = longest or limit
         self.passed = 0
-        """Lines that were skipped so far, as far as they were counted."""
+        """The number of skipped lines, without those that were not counted."""
         self._offset = self._size = 0
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
         """Return new complete lines; with `flush`, an incomplete last one as well."""
         try:
-            data = self._appended()  # may have emptied the rest
-        except FileNotFoundError:  # not yet there, or deleted meanwhile
+            data = self._read_new()  # may reset `_rest`
+        except FileNotFoundError:  # not created yet, or deleted
             return []
         self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
@@ -90,21 +90,21 @@ class Tail:
             self._rest = b""
         return lines
 
-    def _appended(self) -> bytes:
+    def _read_new(self) -> bytes:
         self._size = 0
         status = self._path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise _irregular(self._path)
         size = self._size = status.st_size
-        if size < self._offset:  # not its number: some file systems give others now and then
+        if size < self._offset:  # not by inode: some file systems change inodes
             self.skip_to(0)
         if size <= self._offset:
             return b""
-        # By few calls: a folder on a network, or a disk that is busy, may take long over each.
+        # Few system calls, because each may take long on a network or a busy disk.
         descriptor = os.open(self._path, _READ)
         try:
             if self._skip and size - self._offset > self._limit:
-                count = min(size - self._limit - self._offset, _COUNTED)
+                count = min(size - self._limit - self._offset, _MAX_COUNTED_BYTES)
                 self.passed += _newlines(descriptor, self._offset, count)
                 self._offset, self._rest = size - self._limit, b""
             data = os.pread(descriptor, min(self._limit, size - self._offset), self._offset)
@@ -117,17 +117,17 @@ class Tail:
         return data
 
     def skip_to(self, offset: int) -> None:
-        """Go on reading from there."""
+        """Continue at an offset."""
         self._offset, self._rest = offset, b""
 
     @property
-    def behind(self) -> bool:
-        """Whether more than the last call returned was in the file by then."""
+    def is_behind(self) -> bool:
+        """Whether the last call left a part of the file unread."""
         return self._size > self._offset
 
 
-_COUNTED = 1 << 26
-"""Bytes, of those that are skipped in a call, in which lines are counted."""
+_MAX_COUNTED_BYTES = 1 << 26
+"""Skipped bytes of a call whose lines are counted."""
 
 
 def _newlines(descriptor: int, offset: int, size: int) -> int:
@@ -139,7 +139,7 @@ def _newlines(descriptor: int, offset: int, size: int) -> int:
 
 
 def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
-    """Return the end of a file; b"" where there is none."""
+    """Return the last bytes of a file; b"" if it does not exist."""
     try:
         descriptor = os.open(path, _READ)
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
 
 
 def reserve_beyond_end(descriptor: int, size: int) -> None:
-    """Have the file system keep `size` bytes for what is appended to a file. Raises `OSError`."""
+    """Reserve `size` bytes of the file system after the end of a file. Raises `OSError`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -163,11 +163,11 @@ def reserve_beyond_end(descriptor: int, size: int) -> None:
 def write_atomically(
     path: Path, data: bytes | memoryview, *, modified: float | None = None
 ) -> None:
-    """Write a file that is there whole or not at all, as of the time `modified`.
+    """Write a file so that readers see all of it or nothing; `modified` sets its time.
 
-    Raises `OSError`, and leaves nothing behind then.
+    Raises `OSError` and leaves no file then.
     """
-    # The name is unique: two processes may ask a run to stop at once.
+    # The name is unique, because two processes may write at the same time.
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
@@ -176,25 +176,23 @@ def write_atomically(
         if modified is not None:
             os.utime(partial, (modified, modified))
         partial.rename(path)
-    except BaseException:  # a full disk, an interrupt: half a file is in the way of others
+    except BaseException:  # a full disk, or an interrupt
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
 
 
 OPEN = "can be written by other users"
-"""What `distrust` returns for a folder of this user's into which others may put files."""
+"""The reason of `untrusted_reason` for this user's folder that other users can write to."""
 
-
-BLOCK = 1 << 20
-"""Bytes that are read at a time."""
+_BLOCK_BYTES = 1 << 20
 
 
 def open_own(path: Path) -> int:
-    """Open a file that this user owns, for reading; return its descriptor.
+    """Open a file that this user owns for reading, and return the descriptor.
 
-    Raises `NbtrainError` for one of another user's, and for what is no regular file (a link, a pipe
-    that nobody writes to, a device without end); `OSError`.
+    Raises `NbtrainError` if it belongs to another user or is not a regular file (a link, a pipe, a
+    device), and `OSError`.
     """
     try:
         descriptor = os.open(path, _READ)
@@ -202,42 +200,42 @@ def open_own(path: Path) -> int:
         if error.errno == errno.ELOOP:
             raise NbtrainError(f"{path} is a link, which nbtrain does not follow") from None
         raise
-    reason = distrust(descriptor)
+    reason = untrusted_reason(descriptor)
     if reason:
         os.close(descriptor)
         raise NbtrainError(f"{path} {reason}, so nbtrain does not read it")
     return descriptor
 
 
-def read_own(path: Path, most: int) -> bytes:
-    """Return what is in a file, as `open_own` opens it. Raises `NbtrainError` beyond `most` bytes.
+def read_own(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file that this user owns.
 
-    And what `open_own` raises.
+    Raises `NbtrainError` if it has more than `max_bytes`, and as `open_own` does.
     """
     descriptor, data = open_own(path), b""
     try:
-        while len(data) <= most:
-            block = os.read(descriptor, BLOCK)
+        while len(data) <= max_bytes:
+            block = os.read(descriptor, _BLOCK_BYTES)
             data += block
-            if len(block) < BLOCK:
+            if len(block) < _BLOCK_BYTES:
                 return data
     finally:
         os.close(descriptor)
     raise NbtrainError(f"{path} is too large for a file of nbtrain")
 
 
-def distrust(file: int | Path, *, is_folder: bool = False) -> str:
-    """Return why a file, or a folder, may hold what another user put there; "" if it cannot.
+def untrusted_reason(file: int | Path, *, is_folder: bool = False) -> str:
+    """Return why another user may have written a file or folder; "" if that is impossible.
 
-    Whoever may write a folder may replace all that is in it, but in one like /tmp. A path is looked
-    at as it is: no link is followed. Raises `OSError`.
+    Who can write to a folder can replace its files, except in a sticky folder such as /tmp. Links
+    are not followed. Raises `OSError`.
     """
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
         if stat.S_ISLNK(status.st_mode):
             return "is a link"
         return "is not a folder" if is_folder else "is not a regular file"
-    if not hasattr(os, "geteuid"):  # Windows, where files have other rights
+    if not hasattr(os, "geteuid"):  # Windows has other permissions
         return ""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user (uid {status.st_uid})"
@@ -248,23 +246,23 @@ def distrust(file: int | Path, *, is_folder: bool = False) -> str:
 
 
 def _has_others(group: int) -> bool:
-    """Whether a group has a member beside this user: many systems give each user a group."""
+    """Whether a group has other members than this user. Many systems give each user a group."""
     import grp
     import pwd
 
     try:
         own = pwd.getpwuid(os.geteuid()).pw_name
         members = {*grp.getgrgid(group).gr_mem}
-    except KeyError:  # in a container, numbers need no names, and nobody else is there
+    except KeyError:  # in a container, ids may have no names
         return False
     members |= {user.pw_name for user in pwd.getpwall() if user.pw_gid == group}
     return bool(members - {own, "root"})
 
 
-class Spare:
-    """Room for one small file, kept free in a folder until it is closed or its process ends.
+class ReservedFile:
+    """Reserves the space of one small file in a folder, until it is closed or the process exits.
 
-    Linux has it (O_TMPFILE, fallocate), on most file systems; elsewhere there is none.
+    This works on most file systems of Linux (O_TMPFILE, fallocate); elsewhere it reserves nothing.
     """
 
     def __init__(self, folder: Path, size: int = 1 << 16) -> None:
@@ -276,38 +274,38 @@ class Spare:
 
     @property
     def is_free(self) -> bool:
-        """Whether the room is there, and not taken yet."""
+        """Whether the space is reserved and not used yet."""
         try:
             return os.fstat(self._descriptor).st_nlink == 0
         except OSError:
             return False
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a file atomically, on a full disk too if there is room for it. Raises `OSError`."""
+        """Write a file atomically, on a full disk into the reserved space. Raises `OSError`."""
         try:
             write_atomically(path, data)
         except OSError as error:
             try:
-                has_it = self._write_here(path, data)
+                is_written = self._write_reserved(path, data)
             except OSError:
-                has_it = False
-            if not has_it:
+                is_written = False
+            if not is_written:
                 raise error from None
 
-    def _write_here(self, path: Path, data: bytes) -> bool:
+    def _write_reserved(self, path: Path, data: bytes) -> bool:
         descriptor = self._descriptor
-        if os.fstat(descriptor).st_nlink:  # the user closed it, and another file has its number
+        if os.fstat(descriptor).st_nlink:  # the user closed it, and another file has its descriptor
             return False
         if os.pwrite(descriptor, data, 0) < len(data):
             return False
         os.ftruncate(descriptor, len(data))
-        # Python follows this symbolic link only where a folder's descriptor is named, too.
+        # Python follows this symbolic link only with a descriptor of a folder.
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
-        self.close()  # it is taken
+        self.close()
         return True
 
     def close(self) -> None:
-        """Give the room back."""
+        """Release the space."""
         descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -317,24 +315,24 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class FilePosition(NamedTuple):
-    """Where a process reads in a regular file that it has open for reading only."""
+    """The position of a process in a regular file that it has opened only for reading."""
 
     descriptor: int
     offset: int
     flags: int
-    """How it was opened."""
+    """The flags of the descriptor."""
 
 
 def file_positions() -> list[FilePosition]:
-    """Return the positions that a child of this process would share, and can have for its own.
+    """Return the positions that a forked child would share with this process.
 
-    Not of a file with a lock: a lock belongs to what was opened, and who opens it anew has none.
-    Where there is no /proc, there are none.
+    Files with a lock are left out, because a file that is opened again has no lock. Without /proc,
+    the result is empty.
     """
     positions = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fdinfo"):
-            # Closed meanwhile, or /proc is not quite Linux's: then the position stays shared.
+            # Just closed, or a /proc that differs from Linux: the position stays shared.
             with contextlib.suppress(OSError, ValueError, LookupError):
                 if int(name) > 2 and stat.S_ISREG(os.fstat(int(name)).st_mode):
                     position = _position(int(name))
@@ -348,7 +346,7 @@ def _position(descriptor: int) -> FilePosition | None:
     only_reads = flags & os.O_ACCMODE == os.O_RDONLY and not flags & getattr(os, "O_PATH", 0)
     if not only_reads or "lock" in about:
         return None
-    # Asked for, not read: a sandbox, such as gVisor, may leave the position out there.
+    # Not from /proc: a sandbox such as gVisor may leave the position out there.
     return FilePosition(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR), flags)
 
 
@@ -359,8 +357,8 @@ def _fdinfo(descriptor: int) -> dict[str, str]:
 
 
 def reopen(position: FilePosition) -> int:
-    """Open the same file once more, at the same offset; return the descriptor. Raises `OSError`."""
-    path = f"/proc/self/fd/{position.descriptor}"  # also of a file that was moved or deleted
+    """Open the same file again at the same offset; return the descriptor. Raises `OSError`."""
+    path = f"/proc/self/fd/{position.descriptor}"  # works for moved and deleted files, too
     own = os.open(path, position.flags | os.O_CLOEXEC)
     if os.path.samestat(os.fstat(own), os.fstat(position.descriptor)):
         os.lseek(own, position.offset, os.SEEK_SET)
@@ -369,14 +367,13 @@ def reopen(position: FilePosition) -> int:
     raise OSError(errno.ESTALE, "the file was replaced", path)
 
 
-def separate(positions: Iterable[FilePosition]) -> None:
-    """Give this process, a forked child, positions of its own in files that its parent had open.
+def unshare_file_offsets(positions: Iterable[FilePosition]) -> None:
+    """Give this forked child its own positions in the files that its parent had open.
 
-    A child inherits the position itself, not a copy: where two processes seek and read, each reads
-    where the other has gone.
+    Parent and child share a position: if both seek and read, each reads at the other's offset.
     """
     for position in positions:
-        with contextlib.suppress(OSError):  # not allowed any more, or another file: it stays shared
+        with contextlib.suppress(OSError):  # not permitted, or replaced: it stays shared
             own = reopen(position)
             is_inherited = os.get_inheritable(position.descriptor)
             os.dup2(own, position.descriptor, inheritable=is_inherited)
@@ -384,21 +381,18 @@ def separate(positions: Iterable[FilePosition]) -> None:
 
 
 @functools.cache
-def separate_in_children() -> None:
-    """From now on, do the same in every child that this process forks, as a DataLoader does."""
+def unshare_in_children() -> None:
+    """Unshare file offsets in every child that this process forks, such as DataLoader workers."""
     positions: list[FilePosition] = []
 
-    def before() -> None:  # the parent may read on before the child has begun
+    def before() -> None:  # before the parent reads again
         positions[:] = file_positions()
 
-    os.register_at_fork(before=before, after_in_child=lambda: separate(positions))
+    os.register_at_fork(before=before, after_in_child=lambda: unshare_file_offsets(positions))
 
 
 def memory_descriptor() -> int | None:
-    """Return a file in memory, without a name that could stay behind; None where there is none.
-
-    Some sandboxes forbid the call (seccomp).
-    """
+    """Return the descriptor of a file in memory, or None where that is not possible."""
     try:
         return os.memfd_create("nbtrain")
     except (AttributeError, OSError):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CPU_DEFAULT = 2
-"""How many ranks a host without an accelerator gets by default."""
+DEFAULT_CPU_RANKS = 2
+"""The default number of ranks on a host without an accelerator."""
 
-_MIB = 1 << 20
+_BYTES_PER_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Holder:
 
     pid: int
     mib: int | None = None
-    """MiB of the GPU's memory; None where the driver hides it."""
+    """MiB of the GPU's memory; None if the driver hides it."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Gpu:
     uuid: str
     name: str = ""
     total: int = 0
-    """MiB of memory; 0 where it is unknown."""
+    """MiB of memory; 0 if unknown."""
     used: int = 0
-    """MiB of memory; 0 where it is unknown."""
+    """MiB of memory; 0 if unknown."""
     holders: tuple[Holder, ...] = ()
     mode: int = 0
-    """NVML's compute mode: 0 for everyone, 3 for one process at a time, 2 for none."""
+    """NVML's compute mode: 0 for all processes, 3 for one at a time, 2 prohibits all."""
     driver: str = ""
     busy: float | None = None
-    """The percentage of the last moments in which it worked."""
+    """Utilization in percent."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class TorchBuild:
 
 
 def gpu_count(env: Mapping[str, str] = os.environ) -> int:
-    """Return how many GPUs the ranks will see: NVIDIA's by NVML, AMD's by their kernel driver.
+    """Return how many GPUs the ranks will have: NVIDIA's from NVML, AMD's from their kernel driver.
 
-    ``CUDA_VISIBLE_DEVICES`` and its kin are honoured as the runtimes do; a torch that was built
-    for neither sees none. No driver is called: counting must leave the kernel fit to fork.
+    ``CUDA_VISIBLE_DEVICES`` and similar variables count as they do for the runtimes. A torch that
+    was built for neither has no GPU. CUDA and ROCm are not called, so the process can still fork.
     """
     import torch
 
@@ -80,7 +80,7 @@ def gpu_count(env: Mapping[str, str] = os.environ) -> int:
 
 
 def build_of(torch: Any) -> TorchBuild:
-    """Return what a torch module was built for; reads constants only."""
+    """Return what a torch module was built for, from its constants."""
     version = getattr(torch, "version", None)
     compiled = getattr(torch, "_C", None)
     return TorchBuild(
@@ -93,16 +93,16 @@ def build_of(torch: Any) -> TorchBuild:
 
 
 def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
-    """Return the indices of the GPUs a ``CUDA_VISIBLE_DEVICES`` setting leaves visible.
+    """Return the indices of the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` makes visible.
 
-    CUDA reads it from the left, by index or by the start of a UUID, up to the first entry that
-    names no device. A device named twice makes none visible.
+    CUDA reads indices and prefixes of UUIDs from the left, up to the first that names no device. If
+    a device is named twice, no device is visible.
     """
     if setting is None:
         return list(range(len(uuids)))
     indices: list[int] = []
     for entry in (part.strip() for part in setting.split(",")):
-        if entry.startswith("MIG-"):  # a slice of a GPU: CUDA shows one of them, as one device
+        if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one of them, as one device
             return indices or list(range(len(uuids)))[:1]
         index = _index_of(entry, uuids)
         if index is None:
@@ -122,7 +122,7 @@ def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """Yield NVML while it is initialised; None where no driver has one. It initialises no CUDA."""
+    """Yield NVML while it is initialised, or None without a driver. CUDA is not initialised."""
     import pynvml
 
     try:
@@ -133,7 +133,7 @@ def _nvml() -> Iterator[Any]:
     try:
         yield pynvml
     finally:
-        with contextlib.suppress(pynvml.NVMLError):  # a driver in trouble, which has answered
+        with contextlib.suppress(pynvml.NVMLError):  # the driver has an error
             pynvml.nvmlShutdown()
 
 
@@ -143,32 +143,32 @@ def _uuids() -> list[str]:
 
 
 def _count(nvml: Any) -> int:
-    return int(_ask(nvml, nvml.nvmlDeviceGetCount) or 0)
+    return int(_call(nvml, nvml.nvmlDeviceGetCount) or 0)
 
 
 def _uuid(nvml: Any, index: int) -> str:
     try:
         return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
-    except nvml.NVMLError:  # fallen off the bus: it keeps its place in the count
+    except nvml.NVMLError:  # a lost GPU keeps its index
         return f"lost-{index}"
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return every NVIDIA GPU of this host, including those that a variable hides."""
+    """Return every NVIDIA GPU of this host, including those hidden by a variable."""
     with _nvml() as nvml:
         return () if nvml is None else describe(nvml)
 
 
 class GpuWatch:
-    """Asks NVML for this host's GPUs repeatedly, in a thread of its own, until it is closed.
+    """Reads this host's GPUs from NVML repeatedly, in a thread, until it is closed.
 
-    NVML stays initialised meanwhile: initialising it takes long on a host with many GPUs. A driver
-    in trouble may not answer for minutes; `close` then leaves the thread behind. A process should
-    not fork before `is_over`.
+    NVML stays initialised, because initialising it takes long on a host with many GPUs. A driver
+    with an error may block for minutes; `close` does not wait for the thread then. The process
+    should not fork before `is_over`.
     """
 
     def __init__(self, delay: float, pause: Callable[[float], float]) -> None:
-        """Begin after `delay` seconds; `pause` maps a look's seconds to those before the next."""
+        """Start after `delay` seconds; `pause` maps a reading's seconds to those until the next."""
         self.seen: tuple[Gpu, ...] = ()
         self._delay, self._pause = delay, pause
         self._closing = threading.Event()
@@ -179,10 +179,10 @@ class GpuWatch:
     def is_over(self) -> bool:
         return not self._thread.is_alive()
 
-    def close(self, patience: float = 2.0) -> None:
-        """End the thread, and wait for that at most `patience` seconds."""
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the thread, and wait for it up to `timeout_s`."""
         self._closing.set()
-        self._thread.join(patience)
+        self._thread.join(timeout_s)
 
     def _watch(self) -> None:
         if self._closing.wait(self._delay):
@@ -197,50 +197,53 @@ class GpuWatch:
 def describe(nvml: Any) -> tuple[Gpu, ...]:
     """Return the GPUs that an initialised NVML lists.
 
-    Any single question may fail (a lost device, MIG, a container that hides processes). Its answer
-    is then left out, and the GPU keeps its place.
+    Any call may fail (a lost device, MIG, a container that hides processes). Its value is left out
+    then, and the GPU keeps its index.
     """
-    driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
+    driver = _call(nvml, nvml.nvmlSystemGetDriverVersion) or ""
     return tuple(_describe(nvml, i, driver) for i in range(_count(nvml)))
 
 
 def _describe(nvml: Any, index: int, driver: str) -> Gpu:
-    handle = _ask(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
+    handle = _call(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return Gpu(index, f"lost-{index}", "lost", driver=driver)
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = _call(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
     running = [
-        *(_ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
-        *(_ask(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
+        *(_call(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
+        *(_call(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
     ]
-    held = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // _MIB for p in running}
-    rates = _ask(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
+    used_mib = {
+        p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // _BYTES_PER_MIB
+        for p in running
+    }
+    rates = _call(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     return Gpu(
         index,
         _uuid(nvml, index),
-        _ask(nvml, nvml.nvmlDeviceGetName, handle) or "GPU",
-        total=memory.total // _MIB if memory else 0,
-        used=memory.used // _MIB if memory else 0,
-        holders=tuple(Holder(pid, mib) for pid, mib in held.items()),
-        mode=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) or 0,
+        _call(nvml, nvml.nvmlDeviceGetName, handle) or "GPU",
+        total=memory.total // _BYTES_PER_MIB if memory else 0,
+        used=memory.used // _BYTES_PER_MIB if memory else 0,
+        holders=tuple(Holder(pid, mib) for pid, mib in used_mib.items()),
+        mode=_call(nvml, nvml.nvmlDeviceGetComputeMode, handle) or 0,
         driver=driver,
         busy=None if rates is None else float(rates.gpu),
     )
 
 
-def _ask(nvml: Any, function: Any, *args: Any) -> Any:
-    """Return an answer of NVML; None for NotSupported, NoPermission, a lost GPU and the like."""
+def _call(nvml: Any, function: Any, *args: Any) -> Any:
+    """Call NVML; return None for NotSupported, NoPermission, a lost GPU and similar errors."""
     try:
         return function(*args)
-    except (nvml.NVMLError, UnicodeDecodeError):  # some drivers return names that are no text
+    except (nvml.NVMLError, UnicodeDecodeError):  # some drivers return invalid names
         return None
 
 
 def rocm_uuids(root: Path = Path("/")) -> list[str]:
-    """Return AMD's GPUs as their kernel driver lists them (KFD), without loading ROCm.
+    """Return AMD's GPUs from the list of their kernel driver (KFD), without loading ROCm.
 
-    A node with SIMDs is a GPU, a node without is a CPU. A container lists the GPUs that it may not
-    use, too, but cannot read them.
+    A node with SIMDs is a GPU, and one without is a CPU. In a container, GPUs that it may not use
+    are listed but cannot be read.
     """
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     uuids: list[str] = []
@@ -254,10 +257,10 @@ def rocm_uuids(root: Path = Path("/")) -> list[str]:
 
 
 def rocm_visible(uuids: Sequence[str], env: Mapping[str, str]) -> list[int]:
-    """Return the GPUs that ROCm's variables leave visible.
+    """Return the GPUs that ROCm's variables make visible.
 
-    ROCR_VISIBLE_DEVICES comes first; HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES in its place,
-    then chooses among what that left.
+    ROCR_VISIBLE_DEVICES is applied first, and then HIP_VISIBLE_DEVICES or, without it,
+    CUDA_VISIBLE_DEVICES.
     """
     first = visible(uuids, env.get("ROCR_VISIBLE_DEVICES"))
     second = env.get("HIP_VISIBLE_DEVICES", env.get("CUDA_VISIBLE_DEVICES"))
@@ -265,10 +268,10 @@ def rocm_visible(uuids: Sequence[str], env: Mapping[str, str]) -> list[int]:
 
 
 def unused_accelerator(build: TorchBuild, root: Path = Path("/"), system: str | None = None) -> str:
-    """Name an accelerator that this torch could use and nbtrain does not yet; empty for none.
+    """Return the name of an accelerator that torch can use and nbtrain cannot; "" without one.
 
-    ``torch.xpu.device_count()`` may initialise the device where its management library is missing.
-    The kernel's list of graphics devices is read instead.
+    ``torch.xpu.device_count()`` may initialise the device if its management library is missing, so
+    the system's list of graphics devices is read.
     """
     if (system or f"{platform.system()} {platform.machine()}") == "Darwin arm64" and build.mps:
         return "MPS (Apple's GPU)"

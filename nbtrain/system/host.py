@@ -1,7 +1,7 @@
-"""What this host can still give to ranks: memory, /dev/shm, descriptors, processes, CPUs.
+"""Reads what this host has left for ranks: memory, /dev/shm, descriptors, processes, CPUs.
 
-Every function reads files under a `root` (tests have a tree of their own), returns None for what
-this system does not report, and changes nothing.
+Every function reads files under a `root`, which tests replace, and returns None for what this
+system does not report.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from .text import format_bytes
 
 _ROOT = Path("/")
-_UNLIMITED = 1 << 60
+_MIN_NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes 'no limit' as the largest page-aligned number."""
 
 
@@ -30,13 +30,13 @@ class Memory:
     total: int
     """The memory of the host."""
     limit: int | None = None
-    """What the cgroup allows; None without a limit."""
+    """The limit of the cgroup; None without one."""
     capped: bool = False
-    """Whether `available` is what the cgroup leaves, rather than the host."""
+    """Whether `available` comes from the cgroup, and not from the host."""
 
     @property
-    def bound(self) -> str:
-        """What sets the bound, as text: the container's limit, or the host's memory."""
+    def limit_text(self) -> str:
+        """The limit as text: the container's, or the host's memory."""
         if self.capped and self.limit is not None:
             return f"this container's limit is {format_bytes(self.limit)}"
         return f"this host has {format_bytes(self.total)}"
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Space:
-    """Bytes of a file system: `size` in all, `free` of it."""
+    """The bytes of a file system: its size, and the free ones."""
 
     size: int
     free: int
@@ -58,25 +58,25 @@ class Quota:
     limit: int | None
     """None: no limit."""
     source: str = ""
-    """What sets the limit: ``ulimit -n``, for example."""
+    """The source of the limit, such as ``ulimit -n``."""
 
     def holds(self, more: int) -> bool:
-        """Return whether there is room for `more`."""
+        """Return whether `more` are possible."""
         return self.limit is None or self.used + more <= self.limit
 
 
 def memory(root: Path = _ROOT, available: int | None = None, total: int | None = None) -> Memory:
-    """Return the memory left: the least of what the host and the cgroups leave.
+    """Return the available memory: the minimum over the host and the cgroups.
 
-    Files that were read long ago and can be dropped at once (``inactive_file``) count as free, as
-    they do for the kernel.
+    Cached files that can be dropped at once (``inactive_file``) count as free, as they do for
+    Linux.
     """
     if available is None or total is None:
         import psutil
 
         now = psutil.virtual_memory()
         available, total = int(now.available), int(now.total)
-    rooms = [_room(folder) for folder in _cgroups(root, "memory")]
+    rooms = [_cgroup_memory(folder) for folder in _cgroups(root, "memory")]
     capped = [(room, limit) for room, limit in filter(None, rooms) if room < available]
     limits = [limit for _, limit in filter(None, rooms)]
     if not capped:
@@ -85,22 +85,22 @@ def memory(root: Path = _ROOT, available: int | None = None, total: int | None =
     return Memory(max(0, room), total, limit, capped=True)
 
 
-def _room(folder: Path) -> tuple[int, int] | None:
-    """Return what a cgroup leaves and its limit; None where it sets none."""
+def _cgroup_memory(folder: Path) -> tuple[int, int] | None:
+    """Return the available bytes of a cgroup and its limit; None if it has no limit."""
     for limit_file, usage_file, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-        if limit is not None and usage is not None and limit < _UNLIMITED:
+        if limit is not None and usage is not None and limit < _MIN_NO_LIMIT_BYTES:
             return limit - usage + min(usage, _field(folder / "memory.stat", cache)), limit
     return None
 
 
 def oom_kills(root: Path = _ROOT) -> int | None:
-    """Return how many processes the system has killed so far because memory ran out.
+    """Return how many processes the system has killed because memory ran out.
 
-    They are those of this process's own cgroup where that is counted, else of the whole host.
+    The count is of this process's cgroup if the cgroup has one, otherwise of the host.
     """
     for folder in _cgroups(root, "memory"):
         for file in ("memory.events", "memory.oom_control"):
@@ -110,16 +110,16 @@ def oom_kills(root: Path = _ROOT) -> int | None:
 
 
 def oom_kills_of_host(root: Path = _ROOT) -> int | None:
-    """Return how many processes of the whole host were killed so, for whichever limit."""
+    """Return how many processes of the host the system has killed because of any limit."""
     count = _field(root / "proc/vmstat", "oom_kill", missing=-1)
     return count if count >= 0 else None
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of those it is nested in, v2 and v1.
+    """Yield the folders of this process's cgroup and its parents, for v2 and v1.
 
-    In a container, /proc may show the path on the host. Then only the top of the mount exists,
-    which is the container's own.
+    In a container, /proc may show the path on the host. Then only the top folder of the mount
+    exists, which is the container's cgroup.
     """
     top = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -135,14 +135,14 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def shared_memory(root: Path = _ROOT) -> Space | None:
-    """Return the size of /dev/shm, where DataLoader workers put their batches; Linux only."""
+    """Return the size of /dev/shm, which DataLoader workers use for batches (only on Linux)."""
     if not sys.platform.startswith("linux"):
         return None
     return space(root / "dev/shm")
 
 
 def space(path: Path) -> Space | None:
-    """Return the size of the file system of `path`; None where that is unknown."""
+    """Return the size of the file system of `path`, or None."""
     try:
         stat = os.statvfs(path)
     except (OSError, AttributeError):
@@ -161,8 +161,8 @@ def descriptors() -> Quota | None:
 def processes(needed: int, root: Path = _ROOT, user: int | None = None) -> Quota | None:
     """Return the tasks of this user and their limit (RLIMIT_NPROC, which counts threads).
 
-    None where there is no such limit or no count, and where it cannot matter: for root, and where
-    the whole host has so few tasks that `needed` more fit anyway (counting is slow).
+    None without a limit or a count, for root, and if the whole host has so few tasks that `needed`
+    more are possible in any case, because counting is slow.
     """
     limit = _soft_limit("RLIMIT_NPROC") if (root / "proc").is_dir() else None
     user = os.geteuid() if user is None and limit is not None else user
@@ -186,7 +186,7 @@ def _tasks_of(user: int, proc: Path) -> int:
 
 
 def tasks(root: Path = _ROOT) -> Quota | None:
-    """Return the tasks of this cgroup and their limit (pids.max); None where there is none."""
+    """Return the tasks of this cgroup and their limit (pids.max); None without one."""
     quotas: list[Quota] = []
     for folder in _cgroups(root, "pids"):
         limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
@@ -225,7 +225,7 @@ def _field(path: Path, name: str, missing: int = 0) -> int:
 
 
 def usable_cpus() -> int:
-    """Return how many CPUs this process may use: its affinity, within its cgroup's quota."""
+    """Return how many CPUs this process can use: its affinity, limited by its cgroup's quota."""
     count = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -234,17 +234,17 @@ def usable_cpus() -> int:
 
 
 def _cgroup_quota(base: Path) -> float | None:
-    """Return the CPUs a cgroup (v2, then v1) grants; None for no limit."""
+    """Return the number of CPUs of a cgroup (v2, then v1); None without a limit."""
     v1 = [_text(base / f"cpu/cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     limit, period = [*(_text(base / "cpu.max").split() or v1), "", ""][:2]
     return int(limit) / int(period) if limit.isdecimal() and period.isdecimal() else None
 
 
 def is_crowded() -> bool:
-    """Whether, for about a minute, as many processes want to run as there are cores, or nearly.
+    """Whether nearly as many processes have been running as there are cores, for about a minute.
 
-    Then whatever the launcher does delays a rank, and with it all that wait for that one. The
-    system is asked every few seconds: each time opens a file.
+    Then the launcher's work delays a rank, and with it all ranks that wait for that one. The result
+    is kept for 5 s, because it needs a file.
     """
     return _is_crowded(int(time.monotonic() / 5))
 
@@ -258,5 +258,5 @@ def _is_crowded(_now: int) -> bool:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Return how many CPU threads each of `ranks` ranks can have without crowding the others."""
+    """Return how many CPU threads each of `ranks` ranks can use."""
     return max(1, usable_cpus() // ranks)

@@ -1,8 +1,8 @@
-"""Patches functions of other libraries, and acts when a module is imported.
+"""Patches functions of other libraries, and runs actions when a module is imported.
 
-Every patch of nbtrain is made here, so that `patches` can list them (`%nbtrain doctor` shows them)
-and each can be undone. An owner may be named before it is imported: ``"torch:Tensor"`` is the class
-`Tensor` of the module `torch`. Nothing here imports a library.
+All patches of nbtrain are made here, so that `patches` can list them (for `%nbtrain doctor`) and
+each can be undone. The owner may be a name of something that is not imported yet:
+``"torch:Tensor"`` is the class `Tensor` of the module `torch`. This module imports no library.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 Undo = Callable[[], None]
-"""Undoes a patch, or cancels an action that has not run yet. A second call does nothing."""
+"""Undoes a patch, or cancels an action that has not run. A second call does nothing."""
 
 
 _scopes: list[list[Undo]] = []
-"""What to undo at the end of each `scope` that is open, the innermost last."""
+"""What to undo at the end of each open `scope`, the innermost last."""
 
 _acting = threading.local()
-"""`scopes`: instead of these, in a thread that acts after an import: see `when_imported`."""
+"""Its `scopes` replace these in a thread that runs an action: see `when_imported`."""
 
 
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
-    """Undo at the end what was patched, or is to happen after an import, since the beginning."""
+    """Undo at the end all patches, and cancel all actions, that were made in the body."""
     undos: list[Undo] = []
     _scopes.append(undos)
     try:
@@ -42,7 +42,7 @@ def scope() -> Iterator[None]:
 
 
 def undo_later(undo: Undo) -> None:
-    """Have something else undone at the end of the `scope`; without one it stays."""
+    """Call `undo` at the end of the current `scope`, or never if there is none."""
     for scope in _open_scopes()[-1:]:
         scope.append(undo)
 
@@ -53,21 +53,21 @@ def _open_scopes() -> list[list[Undo]]:
 
 
 def patch(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
-    """Have calls of ``owner.name`` run ``around(original, *args, **kwargs)`` instead.
+    """Replace ``owner.name`` by a function that calls ``around(original, *args, **kwargs)``.
 
-    `owner` is a module, a class, an object, or the name of one of the first two (see above). The
-    arguments are those of the underlying function: a method's begin with `self`, a class method's
-    with the class, and a property has `self` only. The same `around` on the same attribute counts
-    once. An owner without the attribute is left alone: private names move between versions of a
-    library, and no import may fail because of it.
+    `owner` is a module, a class, an object, or the name of a module or class (see above). The
+    arguments are those of the underlying function: for a method they begin with `self`, for a class
+    method with the class, and a property has only `self`. The same `around` on the same attribute
+    is applied once. If the owner lacks the attribute, nothing is patched, because private names
+    change between versions and must not make an import fail.
 
-    The detour takes about 200 ns for each call.
+    A patched call takes about 200 ns more.
     """
     return _on(owner, name, around, _detour)
 
 
 def replace(owner: Any, name: str, value: object) -> Undo:
-    """Give ``owner.name`` another value."""
+    """Set ``owner.name`` to a value, as a patch."""
     return _on(owner, name, value, None)
 
 
@@ -80,19 +80,19 @@ class Patched(NamedTuple):
 
 
 def patches() -> tuple[Patched, ...]:
-    """Return what is patched in this process now, oldest first."""
+    """Return the current patches of this process, oldest first."""
     return tuple(Patched(_label(p.owner), p.name, p.by) for p in _patches if p.is_active)
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-def warn_where_users_call() -> None:
-    """Let a warning about the caller of a patched function name the user's line, not the detour."""
-    patch("warnings", "showwarning", _show_at_callers_line)
+def fix_warning_lines() -> None:
+    """Make warnings about the caller of a patched function show the user's line."""
+    patch("warnings", "showwarning", _show_user_line)
 
 
-def _show_at_callers_line(
+def _show_user_line(
     original: Any, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **named: Any
 ) -> None:
     path, line = filename, lineno
@@ -107,7 +107,7 @@ def _show_at_callers_line(
 
 
 _Wrap = Callable[["_Patch", Any], Any]
-"""Makes what replaces an original function, for a patch."""
+"""Makes the function that replaces an original one, for a patch."""
 
 
 def _detour(patched: _Patch, original: Any) -> Any:
@@ -123,19 +123,19 @@ def _call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Patch:
-    """An attribute that has another value."""
+    """A changed attribute."""
 
     def __init__(self, owner: Any, name: str, change: Any, by: str, wrap: _Wrap | None) -> None:
         self.owner, self.name, self.change, self.by = owner, name, change, by
         self.is_active = True
         self._before = _own(owner, name)
-        self._value = change if wrap is None else self._wrapped(wrap)
+        self._value = change if wrap is None else self._wrap_stored(wrap)
         setattr(owner, name, self._value)
 
-    def _wrapped(self, wrap: _Wrap) -> Any:
-        if not isinstance(self.owner, type):  # a module may make its attributes when asked
+    def _wrap_stored(self, wrap: _Wrap) -> Any:
+        if not isinstance(self.owner, type):  # a module may create attributes on access
             return wrap(self, getattr(self.owner, self.name))
-        # As `inspect.getattr_static` does, which takes ten times as long.
+        # Like `inspect.getattr_static`, which takes ten times as long.
         stored = next(
             (vars(c)[self.name] for c in self.owner.__mro__ if self.name in vars(c)), None
         )
@@ -146,7 +146,7 @@ class _Patch:
         return wrap(self, getattr(self.owner, self.name))
 
     def undo(self) -> None:
-        """Take the patch off, or make it pass all calls on as long as another is on top of it."""
+        """Remove the patch, or, while a later patch is on top of it, make it do nothing."""
         if self.is_active:
             self.is_active, self.change = False, _call
             for patched in reversed(_patches.copy()):
@@ -162,7 +162,7 @@ class _Patch:
 
 
 _NOTHING = object()
-"""The value of an attribute that an owner only inherits."""
+"""The value of an attribute that the owner inherits."""
 
 _patches: list[_Patch] = []
 
@@ -172,7 +172,7 @@ def _own(owner: Any, name: str) -> Any:
 
 
 def _on(owner: Any, name: str, change: Any, wrap: _Wrap | None) -> Undo:
-    """Patch an owner now, or when it is imported, for the module that asked for it."""
+    """Patch an owner now, or when it is imported, for the calling module."""
     by = str(sys._getframe(2).f_globals.get("__name__", "?"))
     if not isinstance(owner, str):
         return _make(owner, name, change, by, wrap)
@@ -198,7 +198,7 @@ def _make(owner: Any, name: str, change: Any, by: str, wrap: _Wrap | None) -> Un
         return lambda: None
     for patched in _patches:
         same = patched.owner is owner and patched.name == name and patched.change == change
-        if same and _own(owner, name) is patched._value:  # else the module was loaded again
+        if same and _own(owner, name) is patched._value:  # otherwise the module was reloaded
             return patched.undo
     patched = _Patch(owner, name, change, by, wrap)
     _patches.append(patched)
@@ -215,19 +215,18 @@ def _label(owner: Any) -> str:
 
 
 def when_imported(name: str, action: Callable[[ModuleType], object]) -> Undo:
-    """Run `action` on a module: now if it is imported, else right after its import.
+    """Run `action` on a module: now if it is imported, otherwise right after its import.
 
-    What it patches then is undone at the end of the scope in which this was asked for, and not of
-    one that is open at the import. Returns a function that cancels the action, as long as it has
-    not run.
+    Patches of the action belong to the current scope, and not to the scope that is open at the
+    import. Returns a function that cancels the action if it has not run.
     """
     if name in sys.modules:
         action(sys.modules[name])
         return lambda: None
-    asked_in = _open_scopes()[-1:]
+    own_scopes = _open_scopes()[-1:]
 
     def act(module: ModuleType) -> None:
-        before, _acting.scopes = _open_scopes(), asked_in
+        before, _acting.scopes = _open_scopes(), own_scopes
         try:
             action(module)
         finally:
@@ -248,35 +247,35 @@ def when_imported(name: str, action: Callable[[ModuleType], object]) -> Undo:
 
 
 class _AfterImport:
-    """Finds modules by the other finders, and runs actions once they are loaded.
+    """Finds modules through the other finders, and runs the actions after they are loaded.
 
-    It is in `sys.meta_path` only while actions wait. It has no base class: `importlib.abc` takes
-    5 ms to import.
+    It is in `sys.meta_path` only while actions wait. It has no base class, because importing
+    `importlib.abc` takes 5 ms.
     """
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Callable[[ModuleType], object]]] = {}
-        self._asking: set[str] = set()
+        self._searching: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Drop a module for which nothing waits."""
+        """Remove a module without actions."""
         if not self.actions.get(name):
             self.actions.pop(name, None)
         if not self.actions and self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
-        if name not in self.actions or name in self._asking:
+        if name not in self.actions or name in self._searching:
             return None
-        self._asking.add(name)
+        self._searching.add(name)
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._asking.discard(name)
+            self._searching.discard(name)
         if spec is not None and spec.loader is not None:
             loader, execute = spec.loader, spec.loader.exec_module
 
-            # Not when the spec is asked for: who asks may not import at all.
+            # Not in `find_spec`, which does not have to lead to an import.
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 waiting = self.actions.get(name, [])

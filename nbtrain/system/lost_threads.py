@@ -1,6 +1,6 @@
-"""Names the threads that a forked child lacks: a fork copies only the calling thread.
+"""Lists the threads that a forked child lacks, because a fork copies only the calling thread.
 
-Nothing is wrong with that until a rank waits for one: then the report of its hang can say so.
+If a rank waits for one of them, the report of its hang names it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from pathlib import Path
 from types import FrameType
 
 _LIBRARIES = ("IPython", "ipykernel", "nbtrain", "tornado", "tqdm", "zmq", "_pydevd_bundle")
-"""Whose threads do nothing for the notebook: those of a kernel, a progress bar and a debugger."""
+"""Libraries of the kernel, progress bars and debuggers: ranks do not need their threads."""
 
 
-def is_the_kernels(thread: threading.Thread) -> bool:
-    """Whether a thread is the main one, or of a library that does nothing for the notebook."""
-    target = getattr(thread, "_target", None)  # private: where it is not there, it is the user's
+def is_kernel_thread(thread: threading.Thread) -> bool:
+    """Whether a thread is the main thread, or belongs to the kernel's libraries."""
+    # Private: without it, the thread counts as the user's.
+    target = getattr(thread, "_target", None)
     own = target if type(thread) is threading.Thread else type(thread)
     package = str(getattr(own, "__module__", "")).partition(".")[0]
     return package in _LIBRARIES or thread is threading.main_thread()
 
 
-def lost_in_a_fork() -> dict[str, tuple[str, ...]]:
-    """Return the threads, and the libraries with threads, that a forked rank has none of."""
+def find_lost_threads() -> dict[str, tuple[str, ...]]:
+    """Return the names of threads, and the libraries with threads, that a forked rank lacks."""
     return {"threads": _threads(), "libraries": _libraries()}
 
 
@@ -34,13 +35,13 @@ def _threads() -> tuple[str, ...]:
 
 
 def notebook_threads() -> list[threading.Thread]:
-    """Return the notebook's threads, but for those that a rank starts anew when it needs them."""
+    """Return the notebook's threads, without those that Python restarts in a rank."""
     frames = sys._current_frames()
     here = threading.current_thread()
     return [
         thread
         for thread in threading.enumerate()
-        if not (thread is here or is_the_kernels(thread))
+        if not (thread is here or is_kernel_thread(thread))
         and not _is_renewed(thread, frames.get(thread.ident or 0))
     ]
 
@@ -48,7 +49,7 @@ def notebook_threads() -> list[threading.Thread]:
 def _is_renewed(thread: threading.Thread, frame: FrameType | None) -> bool:
     """Whether a thread feeds a `multiprocessing.Queue`, or waits for a `ThreadPoolExecutor`'s work.
 
-    Python starts the first anew after a fork. The second waits in C.
+    Python restarts the first kind after a fork, and nbtrain resets the pools of the second.
     """
     target = getattr(thread, "_target", None)
     return getattr(target, "__module__", "") == "multiprocessing.queues" or (
@@ -59,7 +60,7 @@ def _is_renewed(thread: threading.Thread, frame: FrameType | None) -> bool:
 
 
 def _libraries() -> tuple[str, ...]:
-    """Return the packages with native threads here that are named after them: ``polars-0``."""
+    """Return the packages with native threads, found by the threads' names (``polars-0``)."""
     known = {thread.native_id for thread in threading.enumerate()}
     names = set[str]()
     for task in Path("/proc/self/task").glob("*"):  # on Linux

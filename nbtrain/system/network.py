@@ -6,10 +6,10 @@ import socket
 
 
 def port_trouble(port: int) -> str | None:
-    """Return why the ranks cannot use a loopback port to meet; None if they can."""
+    """Return why a loopback port cannot be used for the ranks' store; None if it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
-            # As the launcher itself does, or a port that was in use a moment ago looks busy.
+            # As the launcher does; otherwise a port that was just closed seems to be in use.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
             probe.listen(1)
@@ -19,23 +19,23 @@ def port_trouble(port: int) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one that only this host has."""
+    """Whether an address can be reached only from this host."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def own_address(host: str) -> str | None:
-    """Return this host's address on the route to another; None where there is no route."""
+    """Return this host's address on the route to another host; None without a route."""
     try:
         family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing: it only chooses the route
+            probe.connect(address)  # sends nothing, and only selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def interface_of(address: str | None) -> str:
-    """Return the name of the network interface that has an address, "" if none has."""
+    """Return the name of the network interface with an address, or ""."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():

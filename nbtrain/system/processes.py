@@ -1,4 +1,4 @@
-"""Processes of this host: their identity, their names, and which one listens on a port."""
+"""Identifies processes of this host, and finds the owner of a port."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from .files import OUT_OF_DESCRIPTORS
 
 
 def process_identity(pid: Any) -> str | None:
-    """Return what no other process with the same number has; None if the process has ended.
+    """Return an identity that a later process with the same pid does not have, or None.
 
-    On Linux that is the clock tick it started at, and the boot from which ticks are counted: the
-    time of day, to which psutil converts it, changes when the clock is set. Raises `OSError` if
-    this process is out of descriptors and cannot look.
+    On Linux this is the clock tick of its start and the id of the boot. psutil's start time would
+    change when the clock is set. Raises `OSError` if this process is out of descriptors.
     """
     if type(pid) is not int:
         return None
     if Path("/proc/self/stat").exists():
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            has_ended = fields[0] in (b"Z", b"X")  # a zombie does nothing any more
+            has_ended = fields[0] in (b"Z", b"X")  # a zombie has ended
             return None if has_ended else f"{fields[19].decode()} {boot()}"
         except (OSError, IndexError) as error:
             if getattr(error, "errno", None) in OUT_OF_DESCRIPTORS:
@@ -39,7 +38,7 @@ def process_identity(pid: Any) -> str | None:
 
 @functools.cache
 def boot() -> str:
-    """Return what identifies the time since this host was started; "" if unknown."""
+    """Return the id of this host's boot; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # a sandbox without it
@@ -56,13 +55,13 @@ def port_listener(port: int) -> str:
             for connection in psutil.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         ]
-    except (psutil.Error, OSError):  # macOS allows this to root only
+    except (psutil.Error, OSError):  # macOS allows only root
         return ""
     return next((process_name(pid) for pid in pids if pid), "")
 
 
 def process_name(pid: int) -> str:
-    """Return ``python, pid 4711``; the pid alone where the name is unknown."""
+    """Return ``python, pid 4711``, or only the pid if the name is unknown."""
     import psutil
 
     if pid == os.getpid():
@@ -74,7 +73,7 @@ def process_name(pid: int) -> str:
 
 
 def shared_memory_spans() -> list[tuple[int, int]]:
-    """Return where this process's memory is that others may write to, too; on Linux only."""
+    """Return the address ranges of writable shared memory in this process (only on Linux)."""
     spans = []
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:

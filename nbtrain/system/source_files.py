@@ -1,4 +1,4 @@
-"""Finds out whose a source file is: the user's, a package's, Python's or nbtrain's."""
+"""Finds out whether a source file belongs to the user, a package, Python or nbtrain."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from .text import shorten
 
 PACKAGE = Path(__file__).parents[1]
-"""The folder of nbtrain itself."""
+"""The folder of nbtrain."""
 
 RANK_BODY = (str(PACKAGE / "worker" / "main.py"), str(PACKAGE / "worker" / "task_runner.py"))
-"""The files that call the user's task: what is above them in a stack is the launcher's."""
+"""The files that call the user's task: the frames that called them belong to the launcher."""
 
 _OWN = str(PACKAGE) + os.sep
 _CALL = re.compile(r'  File "([^"]+)", line \d+ in ')
@@ -27,19 +27,19 @@ _LIBRARIES = tuple(
         if sysconfig.get_path(name)
     }
 )
-# A stack may be of another host or another Python, whose folders this one does not know.
+# A stack may come from another host or another Python with other folders.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+t?/|^<frozen ")
 
 
 def is_own(filename: str) -> bool:
-    """Whether a source file is one of nbtrain."""
+    """Whether a source file belongs to nbtrain."""
     return filename.startswith(_OWN)
 
 
 def is_library(filename: str) -> bool:
-    """Whether a source file is one of an installed package, of Python or of nbtrain.
+    """Whether a source file belongs to an installed package, to Python or to nbtrain.
 
-    A name like ``<string>`` counts as the user's: code that a cell gave to `exec` has one.
+    A name like ``<string>`` counts as the user's, because `exec` in a cell has one.
     """
     normal = filename.replace(os.sep, "/")
     return (
@@ -47,10 +47,10 @@ def is_library(filename: str) -> bool:
     )
 
 
-def without_launcher(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines of output without nbtrain's calls in the stacks that `faulthandler` lists.
+def strip_launcher_frames(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of output without nbtrain's frames in stacks of `faulthandler`.
 
-    Below the call of the user's task are those of the launcher, and in a forked rank the kernel's.
+    After the user's task, such a stack lists the launcher, and in a forked rank the kernel.
     """
     is_below = False
     for line in lines:
@@ -60,28 +60,28 @@ def without_launcher(lines: Iterable[str]) -> Iterator[str]:
             yield line
 
 
-_recorded: Callable[[], Mapping[str, str]] = dict
+_cell_names: Callable[[], Mapping[str, str]] = dict
 
 
-def use_recorded_cells(names: Callable[[], Mapping[str, str]]) -> None:
-    """Have `cell_name` ask for names by files: this process may lack the notebook's cells."""
-    global _recorded
-    _recorded = names
+def use_cell_names(names: Callable[[], Mapping[str, str]]) -> None:
+    """Make `cell_name` use these names by files, in a process without the notebook's cells."""
+    global _cell_names
+    _cell_names = names
 
 
 def cell_name(filename: str) -> str | None:
     """Return ``In[3]`` for the file name of a cell."""
     number = cell_numbers().get(filename)
-    return _recorded().get(filename) if number is None else f"In[{number}]"
+    return _cell_names().get(filename) if number is None else f"In[{number}]"
 
 
 def short_name(filename: str) -> str:
-    """Return a cell's name, or the last part of a file's."""
+    """Return a cell's name, or a file's name without its folder."""
     return cell_name(filename) or os.path.basename(filename)
 
 
 def cell_numbers() -> Mapping[str, int]:
-    """Return the numbers of cells by the names of their files, as IPython 8 and 9 keep them."""
+    """Return the numbers of cells by their file names, from IPython 8 and 9."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     numbers: Mapping[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
@@ -89,5 +89,5 @@ def cell_numbers() -> Mapping[str, int]:
 
 
 def source_line(filename: str, line: int) -> str:
-    """Return a line of a source, a cell's too, as it is shown in a message."""
+    """Return a source line of a file or a cell, shortened for a message."""
     return shorten(linecache.getline(filename, line).strip(), 80)

@@ -1,4 +1,4 @@
-"""Formats text for people: numbers with units, cut texts, short reprs of values. Pure."""
+"""Formats text: numbers with units, shortened texts, short reprs of values. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
-FOREVER = 1e9
-"""Seconds (thirty years) from which a duration is written as ∞."""
+MAX_DURATION_S = 1e9
+"""A longer duration (30 years) is written as ∞."""
 
 
 def format_bytes(size: float) -> str:
@@ -42,7 +42,7 @@ def format_count(count: float) -> str:
 
 
 def format_number(value: float | str) -> str:
-    """Write a metric with four significant digits, a whole number with all of them."""
+    """Write a metric with four significant digits, and an integer with all digits."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not math.isfinite(value):
@@ -53,13 +53,13 @@ def format_number(value: float | str) -> str:
 
 
 def format_rate(value: float) -> str:
-    """Write a rate with three digits, of a large one the whole part: ``12.0``, ``3,072``."""
+    """Write a rate with three digits, and a large one as an integer: ``12.0``, ``3,072``."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def format_duration(seconds: float) -> str:
     """Write a duration: ``0.4 s``, ``12 s``, ``3:07 min``, ``2:03:07 h``."""
-    if not abs(seconds) < FOREVER:
+    if not abs(seconds) < MAX_DURATION_S:
         return "∞"
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -82,32 +82,31 @@ def plural(count: int, noun: str) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return at most `width` characters of a text; one that was cut ends in ``…``."""
+    """Return at most `width` characters of a text, with ``…`` at the end if it was cut."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def strip_escapes(line: str, width: int = 400) -> str:
-    """Return what a terminal would be left with after `line`: no colours, the last overwrite."""
+    """Return what a terminal would show of a line after all overwrites, without colours."""
     text = _ANSI.sub("", line[-16 * width :]).rstrip("\r")
     return shorten(_CONTROL.sub("", text.rsplit("\r", 1)[-1]), width)
 
 
-def without_controls(text: str) -> str:
-    """Return a text of several lines without escapes and control characters, tabs left.
+def strip_controls(text: str) -> str:
+    """Return lines without escapes and control characters except tabs.
 
-    Of a line that was overwritten, as a progress bar's is, the last state.
+    Of a line that was overwritten, such as a progress bar, the last state stays.
     """
     lines = (line.rstrip("\r").rsplit("\r", 1)[-1] for line in _ANSI.sub("", text).split("\n"))
     return "\n".join(_CONTROL.sub("", line) for line in lines)
 
 
-_PAGE = 1 << 14
-"""Characters of HTML whose words are shown."""
+_MAX_HTML_CHARS = 1 << 14
 
 
 def text_of_html(html: str) -> str:
-    """Return the words of the beginning of a page, a row of a table in a line, without tags."""
-    html = html[:_PAGE]  # some patterns take the square of its length
+    """Return the text at the start of a page, without tags and with a line for each table row."""
+    html = html[:_MAX_HTML_CHARS]  # some patterns take quadratic time
     html = re.sub(r"<(style|script)\b.*?(?:</\1\s*>|\Z)|<!--.*?-->", "", html, flags=re.S | re.I)
     html = re.sub(r"\s+", " ", html)
     html = re.sub(r"</(?:tr|p|div|li|h\d)\s*>|<(?:br|p|tr)\b[^<>]*>", "\n", html, flags=re.I)
@@ -117,16 +116,16 @@ def text_of_html(html: str) -> str:
 
 
 def strip_escapes_by_line(text: str | None) -> str | None:
-    """Return a text of several lines, each without escapes; overwritten parts stay."""
+    """Return lines without escapes. Overwritten parts stay."""
     lines = (text or "").replace("\r", " ").split("\n")
     return text and "\n".join(strip_escapes(line, 2000) for line in lines)
 
 
 def short_repr(value: Any) -> str:
-    """Return a short text for a result, without reading a large value or a device; never raises."""
+    """Return a short text for a value, without reading large values or devices. Never raises."""
     try:
         return _repr(value, width=200, depth=3)
-    except Exception:  # a user's __repr__, a property that raises, a number of 5,000 digits
+    except Exception:  # a user's `__repr__`, or an integer of 5,000 digits
         return f"<{type(value).__name__}>"
 
 
@@ -174,7 +173,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question for the end of a message, if a known name looks like this one."""
+    """Return `` (did you mean …?)`` if a known name is similar, else ""."""
     by_letters = {re.sub(r"[-_]", "", k).lower(): k for k in known}
     letters = re.sub(r"[-_]", "", name).lower()
     alike = difflib.get_close_matches(letters, by_letters, n=1, cutoff=0.7)
@@ -186,13 +185,14 @@ _RANK = re.compile(
     r"|(?:global[ _-]?)?rank[ _=#-]*(\d+)(?:\s*/\s*\d+)?\s*[:|>])\s*",
     re.I,
 )
-"""``[rank 3]``, ``(rank3/8)`` or ``rank 3:`` at the beginning of a line."""
+"""``[rank 3]``, ``(rank3/8)`` or ``rank 3:`` at the start of a line."""
 
 
-def without_rank(line: str, rank: int) -> str:
-    """Return a line without the name of its own rank at its beginning: ``[rank 3] loading``.
+def strip_rank(line: str, rank: int) -> str:
+    """Return a line without its own rank at the start (``[rank 3] loading``).
 
-    So the same line of several ranks is the same. What names another rank, or nothing else, stays.
+    This makes equal lines of several ranks equal. Another rank, and a line with only the rank,
+    stay.
     """
     if "ank" not in line[:24] and "ANK" not in line[:24]:
         return line

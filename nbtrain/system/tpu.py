@@ -1,7 +1,8 @@
-"""The TPU of this host, read from its list of PCI devices and the environment alone.
+"""Reads the TPU of this host from its list of PCI devices and from the environment.
 
-``torch_xla`` counts the same way, but asks the network for the generation where the environment
-lacks it; here the device number of the chips names it. Nothing is imported, nothing initialised.
+``torch_xla`` counts chips in the same way, but gets the generation from the network if the
+environment lacks it; here it follows from the chips' device number. Nothing is imported or
+initialised.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from .text import plural
 _GOOGLE = "0x1ae0"
 _GENERATIONS = {
     "0x0027": "v3",  # or v2, which has half the memory
-    "0x0056": "",  # never sold by a name
+    "0x0056": "",  # never sold under a name
     "0x005e": "v4",
     "0x0062": "v5p",
     "0x0063": "v5e",
     "0x006f": "v6e",
     "0x0076": "v7",
 }
-"""Device numbers of chips, as torch_xla 2.9 and jax 0.7 know them."""
+"""Device numbers of chips, from torch_xla 2.9 and jax 0.7."""
 
 _NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "tpu7x": "v7"}
 
 
 ENGINES = {"xla": "xla", "torch_tpu": "tpu"}
-"""The engines that drive a TPU, each with torch's name of the device."""
+"""The engines for a TPU, each with torch's name of the device."""
 
 INSTALL = "pip install torch_tpu (with torch 2.11 or newer)"
 
 XLA_INSTALL = "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
-"""What gives a host its TPU; 2.9 is the last torch_xla, and each needs its own torch."""
+"""2.9 is the last version of torch_xla, and each version needs the torch of the same number."""
 
 _LAST_OF_XLA = (2, 9)
-"""The last torch that torch_xla was built for; torch_tpu needs a newer one."""
+"""The last torch that torch_xla supports; torch_tpu needs a newer one."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class Tpu:
     """A TPU of this host. A process drives one chip; a chip of v2 and v3 is two devices."""
 
     generation: str
-    """``v5e``, for example; empty where it is unknown."""
+    """Such as ``v5e``; "" if unknown."""
     chips: int
     hosts: int = 1
-    """The hosts of the slice that this one belongs to."""
+    """The number of hosts in its slice."""
 
     @property
     def devices(self) -> int:
-        """The number of replicas that train, which Accelerate calls processes."""
+        """The number of replicas, which Accelerate calls processes."""
         return self.chips * (2 if self.generation in ("v2", "v3") else 1)
 
     @property
@@ -69,7 +70,7 @@ class Tpu:
 
 
 def find(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> Tpu | None:
-    """Return the TPU of this host; None where it has no chip."""
+    """Return the TPU of this host, or None without chips."""
     numbers = list(_chips(root))
     if not numbers:
         return None
@@ -87,12 +88,12 @@ def _chips(root: Path) -> Iterator[str]:
         with contextlib.suppress(OSError):
             if vendor.read_text().strip() == _GOOGLE:
                 number = (vendor.parent / "device").read_text().strip()
-                if number in _GENERATIONS:  # network cards have Google's number, too
+                if number in _GENERATIONS:  # network cards have Google's vendor number, too
                     yield number
 
 
 def signs(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> str:
-    """Return the reasons why this looks like a TPU host, as text; empty where it does not."""
+    """Return as text why this is probably a TPU host, or ""."""
     tpu = find(root, env)
     nodes = sorted(p.name for p in (root / "dev").glob("accel[0-9]*"))
     names = [n for n in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID") if env.get(n)]
@@ -103,14 +104,14 @@ def signs(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> str:
 
 
 def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> dict[int, frozenset[int]]:
-    """Return the other processes that have chips open, with these chips.
+    """Return the chips that other processes have open, by pid.
 
-    No other process can use a chip meanwhile. Processes of other users are invisible.
+    A chip can be used by one process at a time. Processes of other users are invisible.
     """
     node = re.compile(rf"{re.escape(str(root / 'dev'))}/(?:accel|vfio/(?:devices/vfio)?)(\d+)")
     chips_by_pid = {}
     for folder in proc.glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             nodes = [node.fullmatch(os.readlink(link)) for link in folder.iterdir()]
             chips = frozenset(int(match[1]) for match in nodes if match)
             if chips and folder.parent.name != str(os.getpid()):
@@ -119,9 +120,9 @@ def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> dict[int, fro
 
 
 def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
-    """Return the chips that the ranks of torch_xla will drive; None: all, or unknown.
+    """Return the chips that ranks of torch_xla will use; None for all or unknown.
 
-    A single rank drives the first, unless the `given` variables name another: the engine forgets
+    A single rank uses the first chip, unless the `given` variables name another; the engine ignores
     those of the kernel. Like tpu-info, this assumes that a device file has its chip's number.
     """
     names = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES")
@@ -131,18 +132,19 @@ def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
 
 
 def is_wanted(env: Mapping[str, str]) -> bool:
-    """Return whether PJRT_DEVICE, which the import of torch_xla sets too, allows a TPU."""
+    """Return whether PJRT_DEVICE, which importing torch_xla also sets, allows a TPU."""
     return re.split("[:_]", env.get("PJRT_DEVICE", "TPU").upper())[0] in ("TPU", "")
 
 
-def loaded() -> Any:
-    """Return torch_xla's own library; None unless it is imported here completely."""
+def xla_library() -> Any:
+    """Return torch_xla's native library, or None unless torch_xla is completely imported."""
     return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
 
 
 def is_initialized() -> bool:
-    """Return whether this process has begun to use XLA, which no fork of it can use then."""
-    return bool(getattr(loaded(), "_xla_runtime_is_initialized", bool)())  # private: 2.5 to 2.9
+    """Return whether this process has used XLA, after which its forks cannot use it."""
+    # Private: 2.5 to 2.9.
+    return bool(getattr(xla_library(), "_xla_runtime_is_initialized", bool)())
 
 
 def has_torch_xla() -> bool:
@@ -158,14 +160,14 @@ def has_torch_tpu() -> bool:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # a stand-in for the module, which has no spec
+    except ValueError:  # a fake module without a spec
         return False
 
 
 def engine(torch_version: str) -> str:
-    """Return the engine for what is installed: torch_xla, or its successor; '' for neither.
+    """Return the engine of the installed library, torch_xla or torch_tpu; '' without one.
 
-    Where both are installed, the version of torch decides which of them can be loaded.
+    If both are installed, the version of torch decides which of them works.
     """
     numbers = tuple(int(n) for n in re.findall(r"\d+", torch_version)[:2])
     installed = {"xla": has_torch_xla(), "torch_tpu": has_torch_tpu()}
@@ -174,10 +176,10 @@ def engine(torch_version: str) -> str:
 
 
 def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: str = "xla") -> int:
-    """Return how many processes to start. Raises `PlanError`, naming the possible numbers.
+    """Return how many processes to start. Raises `PlanError`, which names the possible numbers.
 
-    torch_xla starts one, on one chip, or one per chip, and nothing in between. torch_tpu itself
-    reports, at the start, which other numbers of chips it can connect.
+    torch_xla starts one process, on one chip, or one per chip. torch_tpu reports at its start which
+    other numbers of chips it can connect.
     """
     if tpu is None:
         reasons = signs(env=env)

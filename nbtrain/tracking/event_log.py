@@ -35,7 +35,7 @@ def all_events(tail: Tail) -> Iterator[ev.Event]:
     """Yield every event from the tail's position to the end of its file."""
     while True:
         yield from new_events(tail)
-        if not tail.behind:
+        if not tail.is_behind:
             return
 
 

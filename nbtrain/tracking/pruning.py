@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..system.files import OPEN, distrust, last_bytes, read_regular, write_atomically
+from ..system.files import OPEN, last_bytes, read_regular, untrusted_reason, write_atomically
 from ..system.processes import process_identity
 from . import limits
 from .run_folder import DELETED, SCALING, RunFolder, is_watched, root, runs
@@ -116,7 +116,7 @@ def prune(
         shutil.rmtree(folder.weights, ignore_errors=True)
     for path in root().glob(f"{DELETED}*"):  # including those of a kernel that was killed
         with contextlib.suppress(OSError):  # another kernel deletes it at the same time
-            if distrust(path, is_folder=True) in ("", OPEN):  # it belongs to this user
+            if untrusted_reason(path, is_folder=True) in ("", OPEN):  # it belongs to this user
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..findings import Finding
-from ..system.source_files import without_launcher
-from ..system.text import strip_escapes, strip_escapes_by_line, without_rank
+from ..system.source_files import strip_launcher_frames
+from ..system.text import strip_escapes, strip_escapes_by_line, strip_rank
 from . import events as ev
 from . import limits
 from .curves import CurvesDraft
@@ -230,8 +230,8 @@ def _reduce_phase(rank: Draft, event: ev.Phase) -> Draft:
 
 def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
     number = event.rank
-    shown = [*without_launcher(event.lines)]
-    lines = tuple(without_rank(strip_escapes(ln), number) for ln in shown[-limits.MAX_LOG_LINES :])
+    shown = [*strip_launcher_frames(event.lines)]
+    lines = tuple(strip_rank(strip_escapes(ln), number) for ln in shown[-limits.MAX_LOG_LINES :])
     count = rank["log_count"] + event.passed + len(shown)
     return {"log": (rank["log"] + lines)[-limits.MAX_LOG_LINES :], "log_count": count}
 

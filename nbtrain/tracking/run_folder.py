@@ -25,10 +25,10 @@ from ..errors import LaunchError, NbtrainError, PlanError
 from ..system.files import (
     OPEN,
     OUT_OF_DESCRIPTORS,
-    distrust,
     last_bytes,
     read_own,
     read_regular,
+    untrusted_reason,
     write_atomically,
 )
 from ..system.processes import process_identity
@@ -139,7 +139,7 @@ class RunFolder:
         Opening a run unpickles its results and sends signals to its processes.
         """
         path = self.path.resolve()
-        reason = distrust(path, is_folder=True) if path.is_dir() else ""
+        reason = untrusted_reason(path, is_folder=True) if path.is_dir() else ""
         if reason:
             raise NbtrainError(
                 f"{self.path} {reason}, so nbtrain does not open it: what a run returned is "
@@ -255,7 +255,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _distrust_reason(folder: Path) -> str:
-    reason = distrust(folder.resolve(), is_folder=True)
+    reason = untrusted_reason(folder.resolve(), is_folder=True)
     return reason and (
         f"{folder} {reason}, and nbtrain trusts what it finds there. Set NBTRAIN_HOME to a "
         "folder of your own"
@@ -331,7 +331,7 @@ def runs(
         if is_over():
             break
         with contextlib.suppress(OSError):  # another kernel has just deleted it
-            reason = distrust(path, is_folder=True)
+            reason = untrusted_reason(path, is_folder=True)
             if not reason or (not is_trusted and reason == OPEN):
                 folders.append(((path / "run.json").lstat().st_mtime_ns, RunFolder(path)))
     return [folder for _, folder in sorted(folders, key=itemgetter(0))]
@@ -386,7 +386,7 @@ def foreign() -> dict[str, str]:
     for path in _paths():
         with contextlib.suppress(OSError):
             if (path / "run.json").exists() or path.is_symlink():
-                reasons[path.name] = distrust(path, is_folder=True)
+                reasons[path.name] = untrusted_reason(path, is_folder=True)
     return {name: reason for name, reason in reasons.items() if reason}
 
 

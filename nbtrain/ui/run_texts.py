@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..system import tpu
 from ..system.text import (
-    FOREVER,
+    MAX_DURATION_S,
     format_bytes_of,
     format_duration,
     format_number,
@@ -72,7 +72,9 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
 
 def whole_seconds(seconds: float) -> str:
     """Return a duration that changes once a second."""
-    return f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, FOREVER)))
+    return (
+        f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_DURATION_S)))
+    )
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:

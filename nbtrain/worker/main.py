@@ -21,9 +21,9 @@ from ..hangs import stack_dumps
 from ..hangs.failures import DISK_FULL
 from ..planning import task_values
 from ..planning.plan import Task
-from ..system.files import Spare, separate_in_children, write_atomically
-from ..system.instrumentation import warn_where_users_call
-from ..system.source_files import is_own, use_recorded_cells
+from ..system.files import ReservedFile, unshare_in_children, write_atomically
+from ..system.instrumentation import fix_warning_lines
+from ..system.source_files import is_own, use_cell_names
 from ..system.text import short_repr
 from ..tracking import clock
 from ..tracking import events as ev
@@ -92,7 +92,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     """Run the plan's task in a process that is a rank already; see `main`."""
     os.environ["NBTRAIN_RUN"] = str(job.folder.path)
     stopping.activate(job.folder.stopping_file)
-    use_recorded_cells(job.folder.cells)
+    use_cell_names(job.folder.cells)
     writer = EventWriter(job.folder.events(rank))
     failure_evidence.report_os_exit(rank, writer)
     if not job.keeps_checkpoints:
@@ -114,8 +114,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
             side.begin(job, rank, writer, scratch)
         use_own_workers()
         quiet_tokenizers()
-        separate_in_children()
-        warn_where_users_call()
+        unshare_in_children()
+        fix_warning_lines()
         if not job.is_live:
             output = RichOutput(call)
             output.install(in_notebook=job.in_notebook)
@@ -199,7 +199,7 @@ def _deliver(
     job: Job,
     rank: int,
     writer: EventWriter,
-    spare: Spare,
+    spare: ReservedFile,
     sender: ResultSender,
     value: Any,
     threads: Collection[threading.Thread],
@@ -233,21 +233,21 @@ def _deliver(
     writer.write(ended)
 
 
-_lasting_spare: Spare | None = None
+_lasting_spare: ReservedFile | None = None
 """Of a live rank, for all of its tasks: to reserve room takes longer than a short cell."""
 
 
-def _spare(job: Job) -> Spare:
+def _spare(job: Job) -> ReservedFile:
     """Return room for what a rank leaves of a task, in the file system of the run's folder."""
     global _lasting_spare
     if not job.is_live or job.is_mirrored:
-        return Spare(job.folder.path)
+        return ReservedFile(job.folder.path)
     if _lasting_spare is None or not _lasting_spare.is_free:
-        _lasting_spare = Spare(job.folder.path)
+        _lasting_spare = ReservedFile(job.folder.path)
     return _lasting_spare
 
 
-def _save_result(spare: Spare, path: Path, data: bytes) -> None:
+def _save_result(spare: ReservedFile, path: Path, data: bytes) -> None:
     try:
         spare.write(path, data)
     except OSError as error:
@@ -256,7 +256,7 @@ def _save_result(spare: Spare, path: Path, data: bytes) -> None:
 
 
 def _report_failure(
-    job: Job, rank: int, writer: EventWriter, spare: Spare, error: BaseException
+    job: Job, rank: int, writer: EventWriter, spare: ReservedFile, error: BaseException
 ) -> None:
     """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
     now, headline = clock.now(), type(error).__name__

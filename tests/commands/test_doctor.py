@@ -197,7 +197,7 @@ def test_this_very_host_is_examined_and_nothing_is_initialised() -> None:
     assert re.search(r"memory  .* available \(host .*(cgroup|container's)", page)
     assert re.search(r"run folders .*1 run, .* free", " ".join(page.split()))
     assert len(page.splitlines()) <= 40
-    assert accelerator_guard.initialized() == frozenset()
+    assert accelerator_guard.initialized_accelerators() == frozenset()
     if not torch.cuda.device_count() and not tpu.signs():
         assert "A launch now: 2 ranks on the CPU (-n auto)" in page
 

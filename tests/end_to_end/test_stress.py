@@ -28,7 +28,7 @@ from nbtrain.engines.process.kernel_detach import text_stream
 from nbtrain.errors import NbtrainError
 from nbtrain.lifecycle.run import Run
 from nbtrain.system import processes
-from nbtrain.system.files import Spare, last_bytes, write_atomically
+from nbtrain.system.files import ReservedFile, last_bytes, write_atomically
 from nbtrain.tracking import events as ev
 from nbtrain.tracking import limits
 from nbtrain.tracking import run_folder as folders
@@ -393,7 +393,7 @@ def test_a_launcher_has_room_for_its_last_words(small_disk: Path) -> None:
 
 def test_a_file_that_does_not_fit_leaves_no_part_of_it(small_disk: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    spare = Spare(small_disk)
+    spare = ReservedFile(small_disk)
     fill(small_disk)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(small_disk / "file", b"x" * 100)

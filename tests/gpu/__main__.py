@@ -50,7 +50,7 @@ for _ in range(5):
     start = time.perf_counter()
     run = nbtrain.launch(train, num_processes=1, view="none")
     seconds = time.perf_counter() - start
-    after.append((run.value, settled(idle), seconds, sorted(guard.initialized())))
+    after.append((run.value, settled(idle), seconds, sorted(guard.initialized_accelerators())))
 s = run.summary()
 cards = [(c.index, c.bytes_before, c.bytes_after, c.is_given_back) for c in s.cards]
 print("\\x02" + json.dumps({"idle": idle, "after": after, "cards": cards, "told": str(s)}))

@@ -70,7 +70,7 @@ def main(name: str, precision: str, batch: int) -> None:
 
     shape = f"{batch}{MODELS[name]}"
     told = nbtrain.memory_needed(lambda: build(name), shape, precision=precision, card="1000GB")
-    dirty = sorted(accelerator_guard.initialized())
+    dirty = sorted(accelerator_guard.initialized_accelerators())
     accelerator = Accelerator(mixed_precision=precision)
     model = build(name).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -35,7 +35,7 @@ print(json.dumps({
     "notes": list(_run.state.notes) if _run else [],
     "device": _summary and _summary.device,
     "memory": _summary and _summary.memory_bytes,
-    "dirty": sorted(accelerator_guard.initialized()),
+    "dirty": sorted(accelerator_guard.initialized_accelerators()),
 }))
 """
 

@@ -34,7 +34,7 @@ def main(number: int, library: str | None) -> None:
     torch = sys.modules.get("torch")
     found = {
         "error": repr(result.error_in_exec or result.error_before_exec or ""),
-        "dirty": "CUDA" in accelerator_guard.initialized(),
+        "dirty": "CUDA" in accelerator_guard.initialized_accelerators(),
         "flag": bool(torch and torch.cuda.is_initialized()),
         "culprit": touches[0].place if touches else "",
         "line": touches[0].line if touches else None,

@@ -110,7 +110,7 @@ def share():
 
 def is_clean(book: Notebook) -> bool:
     book.run("from nbtrain.system import accelerator_guard")
-    return not book.value("sorted(accelerator_guard.initialized())")
+    return not book.value("sorted(accelerator_guard.initialized_accelerators())")
 
 
 def test_the_readmes_cell(book: Notebook, show: Shown) -> None:

@@ -40,15 +40,15 @@ def test_asking_is_clean_and_a_dirty_kernel_is_refused(stub: Path) -> None:
 
 def test_without_a_driver_nothing_was_touched() -> None:
     maps = Path("/proc/self/maps").read_text()
-    assert "libcuda.so" in maps or accelerator_guard.initialized() == frozenset()
+    assert "libcuda.so" in maps or accelerator_guard.initialized_accelerators() == frozenset()
 
 
 def test_a_later_load_is_noticed(stub: Path) -> None:
     script = (
         "import ctypes, sys\nfrom nbtrain.system import accelerator_guard as guard\n"
-        "print(guard.look(), guard.look())\n"
+        "print(guard.record_inits(), guard.record_inits())\n"
         "ctypes.CDLL(sys.argv[1]).cuInit(0)\n"
-        "print([t.name for t in guard.look(3, 7, 'here()')], guard.look(4))\n"
+        "print([t.name for t in guard.record_inits(3, 7, 'here()')], guard.record_inits(4))\n"
         "print(guard.first_cause('CUDA').place, '|', guard.first_cause('XLA').place)\n"
     )
     out = subprocess.run(

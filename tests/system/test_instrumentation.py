@@ -16,11 +16,11 @@ import pytest
 
 from nbtrain.system.instrumentation import (
     Patched,
+    fix_warning_lines,
     patch,
     patches,
     replace,
     scope,
-    warn_where_users_call,
     when_imported,
 )
 
@@ -311,7 +311,7 @@ def test_a_patch_is_made_again_where_the_attribute_was_replaced() -> None:
 
 def test_a_warning_may_be_shown_with_arguments_by_name() -> None:
     with scope():
-        warn_where_users_call()
+        fix_warning_lines()
         with pytest.warns(UserWarning, match="old"):
             warnings.showwarning(
                 message=UserWarning("old"), category=UserWarning, filename="x.py", lineno=1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.system.lost_threads import lost_in_a_fork
+from nbtrain.system.lost_threads import find_lost_threads
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
@@ -153,11 +153,11 @@ def test_a_thread_of_a_pool_is_missed_only_while_it_works() -> None:
         begun.set()
         gate.wait()
 
-    before = {*lost_in_a_fork()["threads"]}
+    before = {*find_lost_threads()["threads"]}
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
         busy = pool.submit(work)
         begun.wait()
-        assert {*lost_in_a_fork()["threads"]} - before == {"reader_0"}
+        assert {*find_lost_threads()["threads"]} - before == {"reader_0"}
         gate.set()
         busy.result()
-        wait_until(lambda: {*lost_in_a_fork()["threads"]} == before)
+        wait_until(lambda: {*find_lost_threads()["threads"]} == before)

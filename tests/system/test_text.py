@@ -18,7 +18,7 @@ from nbtrain.system.text import (
     short_repr,
     shorten,
     strip_escapes,
-    without_rank,
+    strip_rank,
 )
 
 GIB = 1 << 30
@@ -125,7 +125,7 @@ def test_short_reprs_never_raise() -> None:
 
 def test_the_name_of_its_own_rank_is_taken_off_a_line() -> None:
     for line in ("[rank 3] loading", "[rank3]: loading", "(Rank 3/8) loading", "rank 3: loading"):
-        assert without_rank(line, 3) == "loading"
-        assert without_rank(line, 2) == line
+        assert strip_rank(line, 3) == "loading"
+        assert strip_rank(line, 2) == line
     for line in ("rank 3 is loading", "ranking 3: x", "[rank 3]", "the rank 3: x", "[rank 30] x"):
-        assert without_rank(line, 3) == line
+        assert strip_rank(line, 3) == line

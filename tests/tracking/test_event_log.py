@@ -153,7 +153,7 @@ def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Pa
     path.write_bytes(b"one\n")
     tail = Tail(path)
     path.unlink()
-    assert (tail.lines(flush=True), tail.behind) == ([], False)
+    assert (tail.lines(flush=True), tail.is_behind) == ([], False)
     assert last_bytes(path) == b""
 
 

@@ -359,7 +359,7 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         "memory",
         f"{plural(facts.ranks, 'rank')} may need {format_bytes(most)} of memory; "
-        f"{format_bytes(available)} is available ({facts.memory.bound}). "
+        f"{format_bytes(available)} is available ({facts.memory.limit_text}). "
         f"Each rank {' and '.join(parts)}.",
         f"{share}{fewer} a smaller model. Without enough memory, the system kills a rank "
         "(SIGKILL).",

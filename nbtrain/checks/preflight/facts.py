@@ -116,7 +116,8 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         kernel_pid=os.getpid(),
         can_fork=hasattr(os, "fork"),
         accelerator_inits=tuple(
-            accelerator_guard.first_cause(name) for name in sorted(accelerator_guard.initialized())
+            accelerator_guard.first_cause(name)
+            for name in sorted(accelerator_guard.initialized_accelerators())
         ),
         accelerate_objects=tuple(accelerate_objects.find_single_process_objects(plan.task))
         if accelerate_objects.has_state() and not _can_reuse_accelerator(plan)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from ...system.files import FilePosition, file_positions, separate
+from ...system.files import FilePosition, file_positions, unshare_file_offsets
 from . import thread_pools
 from .finish_process import run_to_end
 
@@ -67,6 +67,6 @@ def fork_process(child: Callable[[], int]) -> int:
 def _run_child(
     positions: list[FilePosition], pools: list[ThreadPoolExecutor], child: Callable[[], int]
 ) -> int:
-    separate(positions)
+    unshare_file_offsets(positions)
     thread_pools.reset_pools(pools)
     return child()

@@ -150,7 +150,7 @@ def _room(card: str | int | None, ranks: int | None) -> tuple[Room, int]:
         used = f", {format_bytes(least.used << 20)} of it in use" if least.used else ""
         label = f"{least.name} ({format_bytes(least.total << 20)}{used})"
         return Room((least.total - least.used) << 20, len(cards), label), ranks or len(cards)
-    ranks = ranks or gpus.CPU_DEFAULT
+    ranks = ranks or gpus.DEFAULT_CPU_RANKS
     memory = host.memory()
     label = f"{format_bytes(memory.available)} of this host's memory"
     return Room(memory.available // ranks, ranks, label, "cpu"), ranks

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import LaunchError, MissingExtra
-from ...system.tpu import XLA_INSTALL, loaded
+from ...system.tpu import XLA_INSTALL, xla_library
 
 PLACE = (
     "CLOUD_TPU_TASK_ID",
@@ -118,7 +118,7 @@ def start_autograd() -> None:
 
 def drive(device: Any) -> None:
     """Make `device` the default one of the calling thread."""
-    library = loaded()
+    library = xla_library()
     library._xla_set_default_device(device)
     _runtime()[1]._init_world_size_ordinal()
 
@@ -155,7 +155,7 @@ def after_step(call: Callable[..., None], *args: Any) -> None:
 
 def on_cpu(tensors: Sequence[Any]) -> list[Any]:
     """Return copies of tensors on the CPU, fetched together, after computing what is pending."""
-    library = loaded()
+    library = xla_library()
     return list(library._xla_get_cpu_tensors(list(tensors))) if tensors else []
 
 
@@ -173,9 +173,9 @@ class Compilations(NamedTuple):
 def compilations() -> Compilations | None:
     """Return what torch_xla has counted; None where it does not count."""
     try:
-        begun = loaded()._xla_counter_value("UncachedCompile")
-        done = loaded()._xla_metric_data("CompileTime")
-        reused = loaded()._xla_counter_value("CachedCompile")
+        begun = xla_library()._xla_counter_value("UncachedCompile")
+        done = xla_library()._xla_metric_data("CompileTime")
+        reused = xla_library()._xla_counter_value("CachedCompile")
     except AttributeError:
         return None
     if begun is None:

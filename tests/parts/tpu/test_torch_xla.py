@@ -36,7 +36,7 @@ def ranks_of(kernel: Notebook) -> list[psutil.Process]:
 def still_fit(kernel: Notebook) -> None:
     """No process is left, nothing was initialised, and the next launch works."""
     assert ranks_of(kernel) == []
-    assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized())") == []
+    assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized_accelerators())") == []
     assert kernel.value("nbtrain.launch(step, view='none').results") == [[10.0, 10.0]] * 4
 
 
@@ -67,7 +67,7 @@ def test_a_result_on_the_device_comes_home_on_the_cpu(kernel: Notebook) -> None:
     value = "[(str(v['tensor'].device), v['tensor'].tolist()) for v in run.results]"
     assert kernel.value(value) == [("cpu", [2.0 + rank] * 3) for rank in range(4)]
     assert kernel.value("str(run.value['layer'].weight.device)") == "cpu"
-    assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized())") == []
+    assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized_accelerators())") == []
 
 
 def test_one_rank_drives_one_chip_and_any_other_number_is_refused(kernel: Notebook) -> None:

@@ -47,7 +47,7 @@ for statement in sys.argv[2:]:
         shell = InteractiveShell.instance(user_ns={**globals()})
         shell.run_line_magic("load_ext", "nbtrain")
         shell.run_cell(f"x = 1\\n{statement}", store_history=True)
-        print("guard:", sorted(nbtrain.system.accelerator_guard.initialized()))
+        print("guard:", sorted(nbtrain.system.accelerator_guard.initialized_accelerators()))
         try:
             run = nbtrain.launch(lambda: 1, engine="xla", view="none")
             print("launched:", run.results)

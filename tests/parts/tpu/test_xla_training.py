@@ -79,7 +79,7 @@ def check(kernel: Notebook) -> None:
     assert told["changed"]
     assert told["home"]
     assert (told["engine"], told["device"], told["status"]) == ("xla", "xla", "succeeded")
-    assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized())") == []
+    assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized_accelerators())") == []
 
 
 def test_a_cell_trains_the_notebooks_model_on_every_chip(notebook: Notebook) -> None:
