@@ -18,7 +18,7 @@ from ..errors import LaunchError
 from ..planning.plan import Task
 from ..system.lost_threads import lost_in_a_fork
 from ..transport.job import Job
-from ..transport.weights import fingerprints
+from ..transport.weights.tensors import odd_weights
 from ..worker import main, task_runner
 from ..worker.hooks import guard
 from . import rendezvous
@@ -58,7 +58,7 @@ class ForkEngine(Engine):
 
         import torch  # noqa: F401  (once, here: the ranks share what it costs)
 
-        fingerprints.factors()
+        odd_weights()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
             guard.skip_in_compiler(compiler)
         job, listener = self.place(replace(job, lost=lost_in_a_fork()))

@@ -37,7 +37,7 @@ from ..planning.task_values import arguments, owner_name, variables
 from ..system.files import memory_descriptor
 from . import process_state, result_pickler
 from .result_pickler import CodePickler
-from .weights.parts import Part, find
+from .weights.model_parts import Part, get_part
 
 STATES = "_nbtrain_states"
 """The name under which the states come of what a process has already: see `pack_values`."""
@@ -118,7 +118,7 @@ def pack_values(
 ) -> PackedPlan:
     """Pack values that no cell reads, by name. Raises `PlanError`.
 
-    `states` are of values that are there, and load them (`parts.state`).
+    `states` are of values that are there, and load them (`model_parts.dump_state`).
     """
     plan = Plan(Cell("", "", {**values, **({STATES: states} if states else {})}), "values")
     return _packed(plan, there=there)
@@ -389,7 +389,7 @@ class Pickler(CodePickler):
 
 
 def _part_there(*part: str) -> Any:
-    return find((part[0], part[1], part[2]), _main_namespace())
+    return get_part((part[0], part[1], part[2]), _main_namespace())
 
 
 def bound(cls: type[Pickler], packing: Packing) -> type[Pickler]:
