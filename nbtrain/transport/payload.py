@@ -140,7 +140,7 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     with open(path, "rb") as file:
         is_archive = file.read(2) == b"PK"
         file.seek(0)
-        contents = None if is_archive else pickle.load(file)
+        contents: Any = None if is_archive else pickle.load(file)
     if is_archive:
         import torch
 
@@ -160,7 +160,8 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     trackers.clear()
     if restores:
         process_state.restore(settings)
-    return plan, frozenset(c for c in classes if main.get(c.__qualname__) is c)
+    arrived: list[type] = classes
+    return plan, frozenset(cls for cls in arrived if main.get(cls.__qualname__) is cls)
 
 
 def needed_names(cell: Cell) -> dict[str, Any]:

@@ -141,10 +141,11 @@ def _storage_as_bytes(storage: Any) -> Any:
     data = (ctypes.c_char * memory.nbytes()).from_address(memory.data_ptr())
     # The tensor gives an untyped storage its dtype, and expects it in this form.
     dtype = sys.modules["torch"].uint8 if memory is storage else storage.dtype
-    return _make_storage, (pickle.PickleBuffer(data), dtype)
+    return _storage_of, (pickle.PickleBuffer(data), dtype)
 
 
-def _make_storage(data: bytearray, dtype: Any) -> Any:
+def _storage_of(data: bytearray, dtype: Any) -> Any:
+    """Rebuild a storage. Results in run folders refer to this function by its name."""
     import torch
 
     memory = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()

@@ -13,7 +13,13 @@ import pytest
 
 import nbtrain
 from nbtrain.transport import channel
-from nbtrain.transport.channel import Channel, Listener, connect, memory_file, written
+from nbtrain.transport.channel import (
+    Channel,
+    Listener,
+    connect,
+    fill_memory_file,
+    memory_file,
+)
 
 
 @pytest.fixture(params=["files", "bytes"])
@@ -36,7 +42,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
 
 def test_messages_arrive_in_order_with_their_data(pair: tuple[Channel, Channel]) -> None:
     here, there = pair
-    with written(lambda file: file.write(b"x" * 100_000)) as file:
+    with fill_memory_file(lambda file: file.write(b"x" * 100_000)) as file:
         here.send({"do": "run"}, file.fileno())
     here.send({"do": "stop"})
     message, data = there.receive()
@@ -101,7 +107,7 @@ def test_who_is_not_trusted_yet_sends_no_data() -> None:
     listener = Listener("127.0.0.1")
     there, here = connect(listener.address), listener.accept(5)
     assert here is not None
-    with written(lambda file: file.write(b"x" * 100)) as file:
+    with fill_memory_file(lambda file: file.write(b"x" * 100)) as file:
         there.send({"secret": "a guess"}, file.fileno())
     with pytest.raises(EOFError, match="bytes"):
         here.receive()
@@ -119,7 +125,7 @@ def test_who_is_not_known_has_seconds_for_a_message_and_little_room(
     one.close()
     other.close()
     one, other = socket.socketpair()
-    monkeypatch.setattr(channel, "HELLO", 0.2)
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.2)
     is_over = threading.Event()
 
     def send_bit_by_bit() -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from ...system.files import FilePosition, file_positions, separate
-from ...transport import process_state
 from . import thread_pools
 from .finish_process import run_to_end
 
@@ -118,7 +117,7 @@ def _on_its_own(
 def _torch_settings() -> tuple[bool, Any] | None:
     """Return what torch keeps for each thread: whether gradients are recorded, and the device."""
     torch = sys.modules.get("torch")
-    return (torch.is_grad_enabled(), process_state.default_device()) if torch is not None else None
+    return (torch.is_grad_enabled(), torch.get_default_device()) if torch is not None else None
 
 
 def _be_main_thread(settings: tuple[bool, Any] | None, child: Callable[[], int]) -> int:
@@ -131,6 +130,6 @@ def _be_main_thread(settings: tuple[bool, Any] | None, child: Callable[[], int])
 
         records, device = settings
         torch.set_grad_enabled(records)
-        if device != process_state.default_device():  # a default that is set slows every call down
+        if device != torch.get_default_device():  # a default that is set slows every call down
             torch.set_default_device(device)
     return child()

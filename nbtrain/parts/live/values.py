@@ -13,7 +13,7 @@ from ...errors import NbtrainError
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
 from ...transport import result_pickler
-from ...transport.channel import written
+from ...transport.channel import fill_memory_file
 from ...transport.weights.model_parts import (
     Part,
     find_parts,
@@ -69,7 +69,7 @@ def packed(
             about = _about(namespace[name])
             kind = (about["type"], about.get("shape", ""), about.get("dtype", ""))
             values[name] = (None, f"{' '.join(filter(None, map(str, kind)))}: {error}")
-    return written(lambda file: pickle.dump(values, file, protocol=5))
+    return fill_memory_file(lambda file: pickle.dump(values, file, protocol=5))
 
 
 def _is_lost(key: int, refers: Mapping[int, Part], every: Mapping[int, Part]) -> bool:
