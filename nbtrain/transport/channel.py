@@ -21,12 +21,12 @@ from typing import IO, Any
 
 from ..system.files import memory_descriptor
 from .limits import (
+    CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     CONNECTION_LOST_AFTER_S,
     HANDSHAKE_TIMEOUT_S,
     MAX_HANDSHAKE_BYTES,
     MAX_MESSAGE_BYTES,
-    RECEIVE_CHUNK_BYTES,
 )
 
 Address = str | tuple[str, int]
@@ -86,7 +86,7 @@ class Channel:
         if data_size:
             with memory_file() as file:
                 while data_size:
-                    part, _ = self._receive(min(data_size, RECEIVE_CHUNK_BYTES))
+                    part, _ = self._receive(min(data_size, CHUNK_BYTES))
                     data_size -= file.write(part)
                 file.flush()
                 descriptors = [os.dup(file.fileno())]
@@ -138,7 +138,7 @@ class Listener:
             self.address = place, self._socket.getsockname()[1]
 
     def accept(self, timeout: float) -> Channel | None:
-        """Return a new connection; None if none comes within `timeout` seconds."""
+        """Wait up to `timeout` seconds; return the new connection, or None."""
         self._socket.settimeout(timeout)
         try:
             connection, _ = self._socket.accept()

@@ -28,7 +28,7 @@ from .limits import (
 )
 
 RANK_FRAME_MARK = "__nbtrain_rank_frame__"
-"""A global of the stand-in frames, by which `rank_frames` finds them."""
+"""A global that marks the stand-in frames for `rank_frames`."""
 
 _CAUGHT_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
 
@@ -97,7 +97,7 @@ def capture(
     pickles: bool = True,
     _seen: frozenset[int] = frozenset(),
 ) -> CapturedException:
-    """Turn an exception into data. Raises nothing, whatever the exception's methods do.
+    """Turn an exception into data. Never raises, even if the exception's own methods do.
 
     Without `pickles`, the instances are left out: pickling may take long, and run the user's code.
     """
@@ -124,7 +124,7 @@ def capture(
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the exceptions of a group, as an `asyncio.TaskGroup` raises; none for others."""
+    """Return the exceptions of a group, as an `asyncio.TaskGroup` raises; else ()."""
     group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
     return cast(Any, error).exceptions[:MAX_GROUP_MEMBERS] if issubclass(type(error), group) else ()
 
@@ -165,7 +165,7 @@ def _strip_addresses(value: object) -> str:
 def _pickle(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None, tuple[str, ...]]:
     """Pickle an exception by its own reducer, else without its ``__init__``, else only in part.
 
-    Returns None if nothing works, and a note for each attribute that was left out.
+    Returns the bytes or None, and a note for each attribute that was left out.
     """
     if (data := _dump_checked(error, error, shared)) is not None:
         return data, ()
@@ -193,7 +193,7 @@ def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> b
 def _is_portable(value: Any, shared: frozenset[type]) -> bool:
     try:
         result_pickler.loads(result_pickler.dumps(value, shared, limit=MAX_EXCEPTION_BYTES))
-    except Exception:  # whatever its reducer raises
+    except Exception:  # from its reducer
         return False
     return True
 

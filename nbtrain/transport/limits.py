@@ -14,12 +14,10 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_HANDSHAKE_BYTES = 1 << 16
 """The longest message without its data, and the longest from a sender that is not trusted yet."""
 
-RECEIVE_CHUNK_BYTES = 1 << 20
-"""How much of a message's data is read at once."""
-
-COPY_PART_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 COPY_BATCH_BYTES = 8 << 20
-"""How much of one growing file, and of all of them, is copied to another host at once."""
+"""How much is read at once of a message's data or of one growing file, and how much of all growing
+files is copied to another host at once."""
 
 MAX_EXCEPTION_BYTES = 16 << 20
 MAX_EXCEPTION_CHARS = 1 << 16

@@ -72,9 +72,9 @@ def pack(
 ) -> PackedPlan:
     """Pack a plan for other processes; `is_fresh` ones also get the random states and settings.
 
-    A plan that `leaves_host` does not contain the key by which processes of this host trust each
-    other. `there` maps the ids of values that the process already has to their names: only these
-    are sent. Raises `PlanError` naming a variable that cannot be sent.
+    A plan that `leaves_host` does not contain multiprocessing's key, which is for this host only.
+    `there` maps the ids of values that the process already has to their names: only these are
+    sent. Raises `PlanError` naming a variable that cannot be sent.
     """
     task = plan.task
     modules = _used_submodules(task) if isinstance(task, Cell) else []
@@ -93,7 +93,7 @@ def pack_values(
 ) -> PackedPlan:
     """Pack values by name, without a task. Raises `PlanError`.
 
-    `states` (`model_parts.dump_state`) are loaded into values that the process already has.
+    `states` are loaded into values that the process already has.
     """
     plan = Plan(Cell("", "", {**values, **({STATES: states} if states else {})}), "values")
     return _pack(plan, [], None, there)
@@ -181,7 +181,7 @@ def needed_names(cell: Cell) -> dict[str, Any]:
 
 
 def _used_submodules(cell: Cell) -> list[str]:
-    """Return the submodules that a cell names (``xml.etree``), as importing ``xml`` loads none."""
+    """Return the submodules that a cell names: ``import xml`` does not load ``xml.etree``."""
     names: dict[str, None] = {}
     for node in ast.walk(ast.parse(cell.source)):
         path: list[str] = []

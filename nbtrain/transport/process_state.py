@@ -47,7 +47,7 @@ class _ProcessSettings:
 
 def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
     sys.argv[:] = argv
-    if authkey:  # a process on another host gets none
+    if authkey:  # it is empty on another host
         multiprocessing.current_process().authkey = authkey
     if log_to_stderr:
         multiprocessing.util.log_to_stderr()
@@ -56,7 +56,7 @@ def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
 def collect(*, with_key: bool = True) -> dict[str, Any]:
     """Return this process's random states, and the settings that a training may depend on.
 
-    `with_key` includes the key by which processes of this host trust each other.
+    `with_key` includes multiprocessing's key, which proves that a process is of this host.
     """
     import torch
 

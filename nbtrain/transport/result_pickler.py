@@ -203,7 +203,7 @@ def dumps(
     """Pickle a value for the notebook.
 
     `known` maps the ids of objects that the notebook has to references, which are sent instead.
-    Raises whatever parts of the value raise, and `ValueError` for more than `limit` bytes.
+    Raises what parts of the value raise, and `ValueError` for more than `limit` bytes.
     """
     buffer = io.BytesIO() if limit is None else _LimitedBuffer(limit)
     pickler = _ReferringPickler(buffer, shared, known) if known else ResultPickler(buffer, shared)
@@ -272,7 +272,7 @@ def reading_trouble(data: bytes) -> str:
     try:
         if len(data) <= VERIFY_MAX_BYTES:
             loads(data)
-    except Exception as error:  # whatever the classes of its parts raise
+    except Exception as error:  # from the classes of its parts
         return _describe(error)
     return ""
 
@@ -285,11 +285,11 @@ def type_name(value: Any) -> str:
 def find_unpicklable(
     value: Any, dump: Callable[[Any], object], path: str = "result", depth: int = 6
 ) -> tuple[str, Any]:
-    """Return the path and the value of the innermost part for which `dump` raises."""
+    """Return the path and the value of the innermost part that makes `dump` raise."""
     for name, part in _parts(value) if depth else ():
         try:
             dump(part)
-        except Exception:  # whatever the part raises
+        except Exception:  # from the part's reducer
             return find_unpicklable(part, dump, path + name, depth - 1)
     return path, value
 

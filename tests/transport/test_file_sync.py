@@ -12,7 +12,7 @@ import pytest
 
 from nbtrain.transport import file_sync
 from nbtrain.transport.file_sync import FileCopies, read_appended
-from nbtrain.transport.limits import COPY_BATCH_BYTES, COPY_PART_BYTES
+from nbtrain.transport.limits import CHUNK_BYTES, COPY_BATCH_BYTES
 
 
 @pytest.fixture
@@ -86,17 +86,17 @@ def test_files_that_lack_bytes_are_named(here: Path) -> None:
 def test_a_batch_is_limited_and_each_file_has_its_share(there: Path, here: Path) -> None:
     names = [f"log-{i}" for i in range(20)]
     for name in names:
-        write(there / name, bytes(2 * COPY_PART_BYTES))
+        write(there / name, bytes(2 * CHUNK_BYTES))
     parts_read = read_appended(there, dict.fromkeys(names, 0))
     assert sorted(parts_read) == sorted(names)
     assert sum(len(data) for _, data in parts_read.values()) <= COPY_BATCH_BYTES
     assert len({len(data) for _, data in parts_read.values()}) == 1
-    assert len(read_appended(there, {"log-0": 0})["log-0"][1]) == COPY_PART_BYTES
+    assert len(read_appended(there, {"log-0": 0})["log-0"][1]) == CHUNK_BYTES
     copy, batches = FileCopies(here, ["log-0"]), 0
     while copy.add(read_appended(there, copy.have)):
         batches += 1
     assert batches == 2
-    assert copy.have["log-0"] == 2 * COPY_PART_BYTES
+    assert copy.have["log-0"] == 2 * CHUNK_BYTES
 
 
 @contextmanager

@@ -26,12 +26,13 @@ from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
 from ...transport.channel import Address, Channel, connect
-from ...transport.weights.model_parts import find_parts, layout, load_state, select_stateful
+from ...transport.weights.model_parts import find_parts
 from ...worker import api, checkpoints, hooks, main, stopping
 from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import failing_plan, run_task
 from . import mirror, values
 from .groups import ProcessGroups
+from .model_state import layout, load_state, select_stateful
 from .reloaded_modules import reload_modules
 
 PATIENCE = 0.3

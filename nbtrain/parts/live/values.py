@@ -14,15 +14,9 @@ from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
 from ...transport import result_pickler
 from ...transport.channel import fill_memory_file
-from ...transport.weights.model_parts import (
-    Part,
-    find_parts,
-    is_sharded,
-    select_stateful,
-    shapes,
-    unwrap,
-)
+from ...transport.weights.model_parts import Part, find_parts, is_sharded, unwrap
 from ...transport.weights.tensors import fingerprints
+from .model_state import select_stateful, shapes
 
 _DULL = (ModuleType, FunctionType, type)
 _SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")

@@ -93,7 +93,7 @@ def insert_adapters(module: torch.nn.Module, adapters: Collection[Adapter]) -> N
                         layer.enable_adapters(False)
             if adapter.get("of_transformers"):
                 setattr(part, _TRANSFORMERS_MARK, True)
-    except Exception as error:  # whatever PEFT raises for a model that it cannot change
+    except Exception as error:  # PEFT raises many types for a model that it cannot change
         reason = f"{type(error).__name__}: {error}"
         raise NbtrainError(f"PEFT cannot put the run's adapter into it ({reason})") from error
     for part in module.modules():

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import NbtrainError
-from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
-from .tensors import is_lazy, is_strided
+from ...planning.task_values import is_model, is_optimizer, is_scheduler
 
 if TYPE_CHECKING:
     import torch
@@ -121,12 +120,6 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_tensor")
 
 
-def select_stateful(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the models, optimizers and schedulers among variables, by name."""
-    kinds = (is_model, is_optimizer, is_scheduler)
-    return {n: v for n, v in public(values).items() if any(is_kind(v) for is_kind in kinds)}
-
-
 def find_parts(values: Mapping[str, Any]) -> dict[int, Part]:
     """Return the parts of models, optimizers and schedulers among `values`, by their ids.
 
@@ -152,7 +145,7 @@ def _list_parts(value: Any) -> Iterator[tuple[Any, str, str]]:
     elif is_optimizer(value) or is_scheduler(value):
         yield value, "", ""
         yield _optimizer(value), "optimizer", ""
-        yield from ((p, "parameter", str(i)) for i, p in enumerate(_stepped_parameters(value)))
+        yield from ((p, "parameter", str(i)) for i, p in enumerate(stepped_parameters(value)))
 
 
 def get_part(part: Sequence[str], values: Mapping[str, Any]) -> Any:
@@ -169,7 +162,7 @@ def get_part(part: Sequence[str], values: Mapping[str, Any]) -> Any:
         if kind == "tensor":
             return named_tensors(value)[path]
         if kind == "parameter":
-            return _stepped_parameters(value)[int(path)]
+            return stepped_parameters(value)[int(path)]
         return _optimizer(value) if kind else value
     except (AttributeError, IndexError, KeyError):
         what = f"`{name}` ({path})" if kind in ("module", "inside", "tensor") else f"`{name}`"
@@ -180,81 +173,6 @@ def _optimizer(value: Any) -> Any:
     return value.optimizer if is_scheduler(value) else value
 
 
-def _stepped_parameters(value: Any) -> list[Any]:
+def stepped_parameters(value: Any) -> list[Any]:
+    """Return the parameters that an optimizer, or that of a scheduler, steps."""
     return [p for group in _optimizer(value).param_groups for p in group["params"]]
-
-
-def shapes(value: Any) -> list[Any] | None:
-    """Return the names, shapes and dtypes of a model's tensors.
-
-    None for any other value, and for a model whose tensors have no shapes yet.
-    """
-    value = unwrap(value)
-    if not is_model(value) or any(map(is_lazy, named_tensors(value).values())):
-        return None
-    return [[name, list(t.shape), str(t.dtype)] for name, t in named_tensors(value).items()]
-
-
-def layout(value: Any, models: Mapping[str, Any]) -> list[Any] | None:
-    """Return what two models, or optimizers, must have in common to load each other's state.
-
-    For an optimizer, that is which parameters of `models` it steps. None where `dump_state` may not
-    have the whole state: for a model with packed weights, and for any scheduler.
-    """
-    value = unwrap(value)
-    if is_optimizer(value):
-        known = find_parts(models)
-        steps = [known.get(id(parameter)) for parameter in _stepped_parameters(value)]
-        return None if None in steps else [_class(value), [list(part) for part in steps if part]]
-    known_shapes = shapes(value)
-    if known_shapes is None:
-        return None
-    tensors = named_tensors(value)
-    can_copy = all(  # not into a tensor that is sharded or expanded
-        is_strided(t) and not is_sharded(t) and 0 not in t.stride() for t in tensors.values()
-    )
-    if not can_copy or value.state_dict().keys() - tensors.keys():
-        return None
-    modules = [[path, _class(m), m.extra_repr(), _settings(m)] for path, m in value.named_modules()]
-    return [known_shapes, modules, [p.requires_grad for p in value.parameters()]]
-
-
-def classes(value: Any) -> set[type]:
-    """Return the classes of a model's modules, or of an optimizer."""
-    value = unwrap(value)
-    return {type(part) for part in (value.modules() if is_model(value) else (value,))}
-
-
-def _class(value: Any) -> list[str]:
-    return [type(value).__module__, type(value).__qualname__]
-
-
-def _settings(module: Any) -> str:
-    """Return the attributes of a module that are plain values, as a text."""
-    plain = (type(None), bool, int, float, str)
-    own = sorted(vars(module).items())
-    return repr([(k, v) for k, v in own if type(v) in plain and k != "training"])
-
-
-def dump_state(value: Any) -> dict[str, Any]:
-    """Return the state of a model or an optimizer, for `load_state`."""
-    if not is_model(value):
-        return dict(value.state_dict())
-    # Detached, so that pickling them does not refer to parts of the model.
-    tensors = {name: tensor.detach() for name, tensor in named_tensors(value).items()}
-    return {**tensors, "": {path: module.training for path, module in value.named_modules()}}
-
-
-def load_state(value: Any, state: Mapping[str, Any]) -> None:
-    """Load the state of a value with the same `layout`, in place."""
-    import torch
-
-    value = unwrap(value)
-    if not is_model(value):
-        value.load_state_dict(state)
-        return
-    with torch.no_grad():
-        for name, tensor in named_tensors(value).items():
-            tensor.copy_(state[name])
-    for path, module in value.named_modules():
-        module.training = state[""][path]

@@ -72,7 +72,7 @@ class ResultReceiver:
         """Remember what the notebook has now, as it may change that before the run has ended."""
         self._launch = _Launch(self.objects(), self._namespace, self._out)
         for name, (kind, ref) in self._others.items():
-            with contextlib.suppress(Exception):  # whatever the library raises
+            with contextlib.suppress(Exception):  # the library's: then changes are not noticed
                 self._fingerprints[name] = kind.fingerprint(ref())
 
     def objects(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class ResultReceiver:
             if name in self._others:
                 try:
                     self._load_other(folder, name)
-                except Exception as error:  # whatever the library raises for what does not fit
+                except Exception as error:  # the library's, if the weights do not fit
                     troubles[name] = Finding("", _describe_error(error))
         troubles |= self._launch.find_replaced(self.objects(), self._namespace, troubles)
         try:
@@ -147,7 +147,7 @@ class ResultReceiver:
         ]
 
     def _load_other(self, folder: RunFolder, name: str) -> None:
-        """Load the weights of a model of another library. Raises whatever that raises."""
+        """Load the weights of a model of another library. Raises any exception of that library."""
         kind, ref = self._others[name]
         before = self._fingerprints.get(name)
         if (model := ref()) is None:
@@ -163,7 +163,7 @@ class ResultReceiver:
         stamps: Mapping[str, str],
         troubles: dict[str, Finding],
     ) -> list[str]:
-        """Load weights in place; return the names of those in which no value changed.
+        """Load weights in place; return the names of the objects that did not change.
 
         Add to `troubles` why some cannot be loaded. Every file is checked before any is loaded.
         What shares tensors with an object that cannot be loaded is not loaded either, because that
@@ -311,7 +311,7 @@ def _add_sharers(
 def _find_blocking_object(
     value: Any, objects: Mapping[str, Any], troubles: Mapping[str, Finding]
 ) -> str:
-    """Return the object, not loaded, to which an optimizer or a scheduler belongs; "" for none."""
+    """Return the name of a model or optimizer, not loaded, that `value` depends on; or ""."""
     if is_model(value):
         return ""
     optimizer = getattr(value, "optimizer", None) if is_scheduler(value) else value
@@ -357,12 +357,12 @@ def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, NbtrainError) else f"{type(error).__name__}: {error}"
 
 
-def values(folder: RunFolder, home: ResultReceiver | None) -> dict[str, Any]:
+def values(folder: RunFolder, receiver: ResultReceiver | None) -> dict[str, Any]:
     """Return the returned variables by name; warn about those that cannot be unpickled.
 
-    If none can, raises what unpickling the first of them raised.
+    If all fail, raises the first error.
     """
-    variables, lost = _unpickle_values(folder, home)
+    variables, lost = _unpickle_values(folder, receiver)
     if lost and not variables:
         raise next(iter(lost.values()))
     for name, error in lost.items():
@@ -372,13 +372,13 @@ def values(folder: RunFolder, home: ResultReceiver | None) -> dict[str, Any]:
 
 
 def _unpickle_values(
-    folder: RunFolder, home: ResultReceiver | None
+    folder: RunFolder, receiver: ResultReceiver | None
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
     """Return the returned variables by name, and why others could not be unpickled.
 
     A reference to a model of the notebook needs that model to exist.
     """
-    objects = home.objects() if home is not None else {}
+    objects = receiver.objects() if receiver is not None else {}
     get_part = partial(model_parts.get_part, values=objects)
     ranks = range(folder.read_manifest()["num_processes"])
     paths = [folder.out(rank) for rank in ranks]
@@ -391,7 +391,7 @@ def _unpickle_values(
             every = [
                 data if data is None else result_pickler.loads(data, get_part) for data in each
             ]
-        except Exception as error:  # whatever a value raises: the others are still loaded
+        except Exception as error:  # from a user's class: the other values are still loaded
             lost[name] = error
         else:
             variables[name] = every if asked.endswith(OF_ALL) else every[0]
@@ -399,14 +399,18 @@ def _unpickle_values(
 
 
 def load(
-    folder: RunFolder, state: RunState, home: ResultReceiver | None, target: Any, name: str | None
+    folder: RunFolder,
+    state: RunState,
+    receiver: ResultReceiver | None,
+    target: Any,
+    name: str | None,
 ) -> None:
     """Load weights that a run saved into `target`, or with None into the notebook's own objects.
 
     Raises `NbtrainError`, and nothing is changed then.
     """
     folder.check_it_is_there()
-    known = home.objects() if home is not None else {}
+    known = receiver.objects() if receiver is not None else {}
     names = _select_weights(folder, known, target, name)
     ready = {}
     stamps = {sent.name: sent.stamp for rank in state.ranks for sent in rank.saved}

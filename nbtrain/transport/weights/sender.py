@@ -45,8 +45,8 @@ from .weight_file import WeightFile, save, stamp
 class ResultSender:
     """Remembers in a rank what it was given, before the task runs, and saves it afterwards.
 
-    Objects of the notebook are known by identity. Whatever is put around a model (DDP, FSDP,
-    Accelerate, torch.compile), its own tensors are those that are trained.
+    Objects of the notebook are known by identity: also in a wrapper (DDP, FSDP, Accelerate,
+    torch.compile), the model's own tensors are trained.
     """
 
     purpose = "looking for models that the notebook's have no place for"
@@ -80,7 +80,7 @@ class ResultSender:
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
         for name in self._unasked & self._sent.keys():
             if is_optimizer(self._objects[name]):
-                with contextlib.suppress(Exception):  # it may only look like one of torch's
+                with contextlib.suppress(Exception):  # a class that only resembles torch's
                     self._watch_steps(name, self._objects[name])
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         known = model_parts.find_parts(self._returned) if plan.out and rank == 0 else {}

@@ -250,7 +250,7 @@ def _check_is_readable(state: Any) -> None:
 
     try:
         read(state)
-    except Exception as error:  # whatever a value of the user's class raises
+    except Exception as error:  # from a value of the user's class
         path, part = result_pickler.find_unpicklable(state, read, "state")
         kind = result_pickler.type_name(part)
         raise TypeError(f"its {path} is a {kind}, which torch.load does not allow") from error
@@ -301,8 +301,8 @@ def prepare_load(
     Calling that returns whether a value changed.
 
     A tensor that is not in the file, as the run did not change it, must be in the target as it was
-    in the run. With `is_handed_over`, the target is the model that the run began with: whatever the
-    notebook has done to such a tensor since then stays.
+    in the run. With `is_handed_over`, the target is the model that the run began with: if the
+    notebook has changed such a tensor since then, it keeps the change.
 
     The file is checked to its end before anything is changed, and read again while it is loaded, so
     that a large model is never in memory twice. Raises `NbtrainError` naming what does not fit, or
@@ -397,7 +397,7 @@ def _write(
     wanted: Mapping[str, list[torch.Tensor]],
     states: Collection[tuple[torch.nn.Module, Any]],
 ) -> bool:
-    """Write into the tensors whatever differs there; return whether anything did.
+    """Write into the tensors that differ; return whether any did.
 
     An equal tensor is not written to: a buffer may be in memory that is read-only.
     """

@@ -165,11 +165,12 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def fingerprint(tensor: torch.Tensor, before: Any = None) -> Any:
-    """Return a value that differs once any element of a tensor does, but for a chance of 2⁻⁶³.
+    """Return a value that differs once any element of a tensor does.
 
-    `Tensor._version` does not suffice: fused optimizers and ``.data`` leave it unchanged (torch
-    2.13). Takes 0.2 s per GB, on the CPU. A tensor that cannot be read never equals its earlier
-    fingerprint. If its first elements differ from `before`, the rest is not read.
+    The chance that it does not is 2⁻⁶³. `Tensor._version` does not suffice: fused optimizers and
+    ``.data`` leave it unchanged (torch 2.13). Takes 0.2 s per GB, on the CPU. A tensor that cannot
+    be read never equals its earlier fingerprint. If its first elements differ from `before`, the
+    rest is not read.
     """
     kind = f"{type(tensor).__name__} {tensor.dtype}"
     try:
@@ -181,7 +182,7 @@ def fingerprint(tensor: torch.Tensor, before: Any = None) -> Any:
         if isinstance(before, str) and not before.startswith(start):
             return object()
         return start + _digest([*content, weighted_sums(plain)])
-    except Exception:  # whatever a kind of tensor raises that is not made of plain bytes
+    except Exception:  # from a kind of tensor that is not made of plain bytes
         return object()
 
 

@@ -84,8 +84,8 @@ class WeightReader:
     file that is damaged or that no run saved.
 
     The file is opened once, and `safe_open` reads that descriptor: runs are pruned, so the path may
-    soon name another file or none. A process that reads a mapping of a file that is cut short is
-    killed (SIGBUS). nbtrain never cuts a file of weights: it replaces the file.
+    soon name another file, or be gone. A process that reads a mapping of a file that was cut short
+    is killed (SIGBUS). nbtrain never cuts a file of weights: it replaces the file.
     """
 
     def __init__(self, path: Path, written: str = "") -> None:
@@ -184,7 +184,7 @@ def _text_checksum(text: str) -> str:
 def stamp(file: int | Path) -> str:
     """Return a text that identifies a file's content until it is written to, or the host restarts.
 
-    Returns "" if the host does not say when it started.
+    Returns "" if the host's start is unknown.
     """
     status, since = os.stat(file), boot()
     parts = (since, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
