@@ -26,10 +26,8 @@ from nbtrain.transport.weights import sender
 from nbtrain.ui import text_summary
 from tests.support.kernel import Notebook, by_all
 from tests.support.runs import launch
-from tests.support.versions import needs
 from tests.support.waiting import wait_until
 
-FULLY_SHARD = needs("torch", "2.6", "fully_shard")
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -108,24 +106,13 @@ def fully_sharded(model: Net) -> Any:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-def flattened(model: Net) -> Any:
+def flattened(model: Net, by_name: bool = False) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     torch.distributed.init_process_group("gloo")
     warnings.simplefilter("ignore")  # it is deprecated
-    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
-    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
-        return copied(model)
-
-
-def flattened_by_name(model: Net) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    torch.distributed.init_process_group("gloo")
-    warnings.simplefilter("ignore")
     cpu = torch.device("cpu")
-    wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
+    wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=by_name)
     steps(wrapped, torch.optim.AdamW(wrapped.parameters()))
     with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
         return copied(model)
@@ -151,10 +138,10 @@ def flattened_in_part(model: Net) -> Any:
         ddp,
         accelerated,
         compiled,
-        pytest.param(fully_sharded, marks=FULLY_SHARD),
+        fully_sharded,
         flattened_in_part,
         flattened,
-        flattened_by_name,
+        partial(flattened, by_name=True),
     ],
 )
 def test_a_model_comes_home_trained(train: Callable[[Net], Any]) -> None:
@@ -316,11 +303,7 @@ def _count(model: Any) -> None:
     ("build", "change"),
     [
         (_quantized, _pack),
-        pytest.param(
-            partial(_counting, Counter),
-            _count,
-            marks=needs("torch", "2.5", "torch.load reads bytes"),
-        ),
+        (partial(_counting, Counter), _count),
         (partial(_counting, Texts), _count),
     ],
 )
@@ -408,7 +391,6 @@ def _in_stages(model: Any) -> Any:
     return part.state_dict()
 
 
-@needs("torch", "2.6", "a PipelineStage without example inputs")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_pipelined_model_stays_as_it_was_and_its_stages_can_be_returned() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
@@ -448,7 +430,6 @@ def _evaluated_in_shards(model: Any, rate: float) -> Any:
     return told
 
 
-@FULLY_SHARD
 @pytest.mark.parametrize("rate", [0.1, 0.0])
 def test_an_evaluation_of_a_sharded_model_costs_no_precision(rate: float) -> None:
     model = torch.nn.Linear(4, 4)
@@ -535,7 +516,6 @@ class RunFiles:
         return sorted(path.name for path in self.folder.weights.glob("*"))
 
 
-@FULLY_SHARD
 def test_a_sharded_model_whose_group_is_gone_says_so() -> None:
     def train(model: Any) -> None:
         fully_sharded(model)

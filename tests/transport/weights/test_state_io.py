@@ -14,9 +14,6 @@ from nbtrain.transport.weights import state_io, weight_file
 from nbtrain.transport.weights.model_parts import named_tensors
 from nbtrain.transport.weights.tensors import fingerprints, has_same_bits, is_lazy, odd_weights
 from nbtrain.transport.weights.weight_file import WeightFile, WeightReader
-from tests.support.versions import needs
-
-ADAFACTOR = needs("torch", "2.5", "Adafactor")
 
 
 class Net(torch.nn.Module):
@@ -346,7 +343,7 @@ def test_a_file_that_is_mapped_in_pieces_is_loaded_whole(
     assert same(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", pytest.param("Adafactor", marks=ADAFACTOR)])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor"])
 def test_an_optimizer_goes_on_as_the_ranks_would(path: Path, kind: str) -> None:
     def optimizer(net: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(torch.optim, kind)(net.parameters(), lr=lr)

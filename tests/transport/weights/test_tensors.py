@@ -24,7 +24,6 @@ from nbtrain.transport.weights.tensors import (
     size_of,
 )
 from nbtrain.transport.weights.weight_file import WeightReader
-from tests.support.versions import is_below
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # that sparse, nested, quantized are in beta
 
@@ -73,8 +72,6 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
     "a subclass": lambda n: _numbers(n, 3).as_subclass(Tagged),
 }
 """A tensor of each kind, by its content: another one for 1 and for 2, which has as many values."""
-if is_below("torch", "2.5"):  # cannot save the one, nor copy into the other
-    del KINDS["uint16"], KINDS["jagged"]
 
 
 class Holder(nn.Module):
