@@ -74,14 +74,10 @@ class ResultSender:
         }.difference(plan.out)
         """Optimizers and schedulers that no `--out` names. They are sent if they can be."""
         self._settings = {name: _settings(self._objects[name]) for name in self._unasked}
-        self._stepped: set[str] = set()
-        """Names of the optimizers that have made a step."""
+        self._stepped: set[int] = set()
+        """Ids of the optimizers that have made a step."""
         self._unsent: set[str] = set()
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
-        for name in self._unasked & self._sent.keys():
-            if is_optimizer(self._objects[name]):
-                with contextlib.suppress(Exception):  # a class that only resembles torch's
-                    self._watch_steps(name, self._objects[name])
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         known = model_parts.find_parts(self._returned) if plan.out and rank == 0 else {}
         self._parts = {part: key for key, part in known.items()}
@@ -98,13 +94,6 @@ class ResultSender:
         patch(stage, "__init__", self._stage_init)
         if self._rank == 0:
             patch("peft.peft_model:PeftModel", "__init__", self._peft_init)
-
-    def _watch_steps(self, name: str, optimizer: Any) -> None:
-        def note_step(optimizer: Any, *_: Any) -> None:
-            handle.remove()
-            self._stepped.add(name)
-
-        handle = optimizer.register_step_post_hook(note_step)
 
     def _fingerprints(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model that cannot be read is always sent
@@ -124,10 +113,11 @@ class ResultSender:
     @property
     def looks_at_steps(self) -> bool:
         """Whether `first_stepped` has anything to do."""
-        return bool(self._at_start)
+        return bool(self._sent)
 
     def first_stepped(self, optimizer: Any) -> None:
         """Report changes of the models that an optimizer begins to train. A hook calls this."""
+        self._stepped.add(id(optimizer))
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, start in self._at_start.items():
             model = self._objects[name]
@@ -261,7 +251,7 @@ class ResultSender:
                     return state_io.state_file(value)
             return None
         parts = _state_values(value)
-        if not is_set and not (name in self._stepped and parts):
+        if not is_set and not (id(value) in self._stepped and parts):
             return None
         models = [model for model in self._returned.values() if is_model(model)]
         known = {id(tensor) for model in models for tensor in named_tensors(model).values()}
