@@ -331,7 +331,8 @@ class Pickler(CodePickler):
         elif type(obj) is types.FunctionType:
             packing.add_source(obj.__code__.co_filename)
             if hasattr(obj, result_pickler.COMPILED):
-                raise CompiledError("it was compiled")
+                remedy = "Call torch.compile in the training function."
+                raise NotPortableError("it was compiled", remedy)
         else:
             check_can_leave_process(obj)
             reduced = _reduce(obj, packing)
@@ -357,18 +358,12 @@ class _Probe(Pickler):
         return "data" if torch.is_storage(obj) else None
 
 
-class CompiledError(TypeError):
-    """A function that torch.compile made belongs to one process."""
+class NotPortableError(TypeError):
+    """A value could be pickled, but would not work in another process."""
 
-    remedy = "Call torch.compile in the training function."
-
-
-class OnDeviceError(TypeError):
-    """A tensor on a GPU belongs to the process that has it there."""
-
-    remedy = (
-        "Move it to the CPU first: for a model, `model.cpu()`. The ranks move it to their GPUs."
-    )
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 _ACCELERATE_MODULES = ("accelerator", "state", "optimizer", "scheduler", "data_loader")
@@ -382,7 +377,10 @@ def check_can_leave_process(obj: Any) -> None:
         if cls.__module__.partition(".")[2] in _ACCELERATE_MODULES:
             raise TypeError("it belongs to an Accelerator of the notebook")
     elif isinstance(obj, sys.modules["torch"].Tensor) and obj.device.type not in ("cpu", "meta"):
-        raise OnDeviceError(f"it is on {obj.device}")
+        remedy = (
+            "Move it to the CPU first: for a model, `model.cpu()`. The ranks move it to their GPUs."
+        )
+        raise NotPortableError(f"it is on {obj.device}", remedy)
 
 
 def _reduce(obj: Any, packing: Packing) -> Any:

@@ -290,8 +290,6 @@ class ResultSender:
             yield
         except _FolderError as error:
             self._report(name, **error.about, lost=name not in self._unasked)
-        except _NoVariableError as error:
-            self._report(name, trouble=str(error), code=ev.NO_VARIABLE)
         except Exception as error:  # a destroyed process group, a tensor of an unknown type
             kind = "" if isinstance(error, NbtrainError) else f"{type(error).__name__}: "
             self._report(name, trouble=f"{kind}{error}")
@@ -378,13 +376,20 @@ class ResultSender:
         variables = by_name(self._plan.task)
         # A new optimizer refers to the notebook's model, but not to a layer that has replaced one
         # of the notebook's. The models of other ranks may differ.
-        own = model_parts.find_parts(self._returned) if wanted and self._rank == 0 else {}
-        known = {key: part for key, part in own.items() if self._parts.get(part, key) == key}
+        parts = model_parts.find_parts(self._returned) if wanted and self._rank == 0 else {}
+        known = {key: part for key, part in parts.items() if self._parts.get(part, key) == key}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)
             with self._reporting(name):
                 if name not in variables:
-                    raise self._no_variable_error(name)
+                    own = public(namespace(self._plan.task))
+                    new = [n for n, v in own.items() if self._names.get(n) != id(v)]
+                    text = (
+                        f"there is no variable `{name}`. Local variables of a function end when it "
+                        f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
+                    )
+                    self._report(name, trouble=text, code=ev.NO_VARIABLE)
+                    continue
                 value = unwrap(variables[name])
                 if any(value is other for other in self._returned.values()) and name == asked:
                     continue
@@ -414,14 +419,6 @@ class ResultSender:
                 "each stage's state_dict() from the function"
             )
 
-    def _no_variable_error(self, name: str) -> _NoVariableError:
-        variables = public(namespace(self._plan.task))
-        new = [n for n, v in variables.items() if self._names.get(n) != id(v)]
-        return _NoVariableError(
-            f"there is no variable `{name}`. Local variables of a function end when it "
-            f"returns. The run assigned: {', '.join(new[-8:]) or 'none'}"
-        )
-
 
 def _addresses(values: Iterable[Any]) -> dict[int, int]:
     """Return where tensors of models and optimizers are in the host's memory, by their ids."""
@@ -447,10 +444,6 @@ def _settings(value: Any) -> str:
             return repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
         return repr(value.state_dict())
     return ""
-
-
-class _NoVariableError(NbtrainError):
-    """There is no variable of a name in ``--out``."""
 
 
 class _FolderError(OSError):

@@ -9,13 +9,13 @@ extra states of modules, and the state of an optimizer or a scheduler.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import NbtrainError
 from ...planning.task_values import is_optimizer, is_scheduler
@@ -228,20 +228,24 @@ def state_file(value: Any, *, keep: bool = True) -> WeightFile:
 
 
 def _replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with each tensor replaced."""
+    """Return a copy of nested dicts, lists and tuples with each tensor replaced.
+
+    Of subclasses only `Counter` stays one, which `MultiStepLR` needs: torch.load refuses most
+    others, among them numpy's float64.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
         return replace(value)
     if isinstance(value, dict):
-        new = copy.copy(value)  # of the same class: a `Counter` stays one
+        new: dict[Any, Any] = Counter() if isinstance(value, Counter) else {}
         for key, item in value.items():
             new[key] = _replace_tensors(item, replace)
         return new
     if isinstance(value, (list, tuple)):
         items = [_replace_tensors(item, replace) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
-    return value
+    return float(value) if isinstance(value, float) else value
 
 
 def _check_is_readable(state: Any) -> None:
@@ -264,7 +268,7 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: Any) -> Literal["model", "optimizer", "scheduler"]:
     """Return 'model', 'optimizer' or 'scheduler'."""
     if is_optimizer(value):
         return "optimizer"

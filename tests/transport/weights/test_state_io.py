@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -436,6 +438,18 @@ class Keyed(torch.optim.SGD):
             self.state[p]["1.1"] = torch.tensor(3.0)
             self.state[p]["1.1'"] = [torch.tensor(4.0)]
             self.state[p]["1.1'.0"] = torch.tensor(5.0)
+
+
+def test_settings_of_any_class_of_number_or_dict_come_back_as_plain_ones(path: Path) -> None:
+    net = Net()
+    trained = torch.optim.SGD(net.parameters(), lr=np.float64(0.1))
+    trained.state[net.embed.weight]["history"] = defaultdict(int, {"steps": 3})
+    weight_file.save(state_io.state_file(trained), path)
+    target = torch.optim.SGD(net.parameters(), lr=0.7)
+    load(path, target)
+    assert type(target.param_groups[0]["lr"]) is float
+    assert target.param_groups[0]["lr"] == 0.1
+    assert target.state[net.embed.weight]["history"] == {"steps": 3}
 
 
 def test_each_key_of_an_optimizers_state_has_its_own_tensor(path: Path) -> None:
