@@ -45,24 +45,21 @@ class FileCopies:
 
         Bytes that do not fit on a full disk are requested again.
         """
-        grown = False
+        grown, flags = False, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         for name, (offset, data) in parts.items():
             known = self.have.get(name)
             if known is None or not offset <= known < offset + len(data):
                 continue  # of another run, after a gap, or copied already
             with contextlib.suppress(OSError):
-                self.have[name] += self._append(name, data[known - offset :])
+                descriptor = os.open(self._folder / name, flags, 0o600)
+                with open(descriptor, "ab", buffering=0) as file:
+                    self.have[name] += file.write(data[known - offset :])
             grown = grown or self.have[name] > known
         return grown
 
     def lacks(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Return how many bytes were copied of each file that is shorter than in `sizes`."""
         return {n: self.have[n] for n, size in sizes.items() if self.have.get(n, size) < size}
-
-    def _append(self, name: str, data: bytes) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        with open(os.open(self._folder / name, flags, 0o600), "ab", buffering=0) as file:
-            return file.write(data)
 
 
 def file_size(folder: Path, name: str) -> int:

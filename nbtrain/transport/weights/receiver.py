@@ -239,10 +239,12 @@ class _Launch:
         self, objects: Mapping[str, Any], namespace: Mapping[str, Any], lost: Collection[str]
     ) -> dict[str, Finding]:
         """Return which variables of updated objects refer to another object now."""
-        troubles = {}
+        troubles, kinds = {}, (is_model, is_optimizer, is_scheduler)
         for name in self._bound:
             old, new = objects.get(name), unwrap(namespace.get(name))
-            if old is None or new is old or name in lost or not _is_same_kind(new, old):
+            if old is None or new is old or name in lost:
+                continue
+            if not any(is_kind(new) and is_kind(old) for is_kind in kinds):
                 continue
             if is_model(new) and _tensor_ids(old) <= _tensor_ids(new):  # it was wrapped
                 continue
@@ -287,10 +289,6 @@ def _is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
         x is y or (type(x) is type(y) and type(x) in plain and x == y)
         for x, y in zip(before, now, strict=True)
     )
-
-
-def _is_same_kind(new: Any, old: Any) -> bool:
-    return any(kind(new) and kind(old) for kind in (is_model, is_optimizer, is_scheduler))
 
 
 def _add_sharers(

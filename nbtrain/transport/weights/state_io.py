@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import NbtrainError
@@ -380,7 +381,10 @@ def _prepare_tensors(
         *(() if is_handed_over else _find_changes_since(tensors, unchanged, optional)),
     ]
     if is_handed_over and not reasons:
-        reasons = [*_find_spoiled(file, module)]
+        parameters = named_parameters(module)
+        here = {n: parameters[n] for n in file.about["not_finite"] if n in parameters}
+        spoiled = (n for n, p in here.items() if not is_lazy(p) and is_finite(p))
+        reasons = [_not_finite_reason(f"`{name}`", "model") for name in islice(spoiled, 1)]
     if reasons:
         more = f"; {len(reasons) - 1} more differ" if len(reasons) > 1 else ""
         remedy = file.about.get("remedy")
@@ -491,16 +495,6 @@ def _find_changes_since(
                 f"{describe(name)} {reason} in the run, so it was not saved, and that of the "
                 "notebook differs from the run's"
             )
-
-
-def _find_spoiled(file: WeightReader, module: torch.nn.Module) -> Iterator[str]:
-    """Yield that a parameter is finite in the notebook, and not in the rank."""
-    parameters = named_parameters(module)
-    for name in file.about["not_finite"]:
-        here = parameters.get(name)
-        if here is not None and not is_lazy(here) and is_finite(here):
-            yield _not_finite_reason(f"`{name}`", "model")
-            return
 
 
 def _not_finite_reason(what: str, kind: str) -> str:
