@@ -119,7 +119,7 @@ TESTED_TOGETHER = {
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel
     "findings": "checks/preflight/test_preflight.py",
     "errors": "end_to_end/test_readme.py",  # every exception is in the reference
-    "transport/weights/[mpr]*": "transport/weights/test_sender.py",  # what is sent, and arrives
+    "transport/weights/[mr]*": "transport/weights/test_sender.py",  # what is sent, and arrives
     "lifecycle/run_info": "tracking/overview/test_history.py",  # tables of runs
     "lifecycle/*": "lifecycle/test_launcher.py",  # whole runs
     "checks/lint/*": "checks/lint/test_lint.py",  # cells in, findings out

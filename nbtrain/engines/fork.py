@@ -18,7 +18,7 @@ from ..errors import LaunchError
 from ..planning.plan import Task
 from ..system.lost_threads import find_lost_threads
 from ..transport.job import Job
-from ..transport.weights import fingerprints
+from ..transport.weights.tensors import odd_weights
 from ..worker import main, task_runner
 from ..worker.hooks import guard
 from . import rendezvous
@@ -59,7 +59,7 @@ class ForkEngine(Engine):
 
         import torch  # noqa: F401
 
-        fingerprints.factors()
+        odd_weights()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
             guard.skip_in_compiler(compiler)
         job, listener = self.place(replace(job, lost=find_lost_threads()))

@@ -1,5 +1,6 @@
-"""How values, exceptions and weights travel between processes.
+"""How values, exceptions and weights get from one process to another.
 
-`result_pickler` pickles what a rank returns, `exceptions` what it raises; `payload` is the file of
-`torch.save` that a fresh process runs; models and optimizers are safetensors files (`weights`).
+`result_pickler` pickles what a rank returns, `exceptions` what it raises. `payload` is the
+`torch.save` file with what a fresh process runs. Trained models and optimizers are safetensors
+files (`weights`).
 """

@@ -1,8 +1,8 @@
 """Sends messages between the notebook and a live rank: a line of JSON, and a file in memory.
 
-On one host they go through a socket in a private folder, by whose permissions nobody else gets in,
-and data as an open file: a tensor of a gigabyte is mapped where it arrives. Between hosts they go
-through TCP, and data in the stream; whoever connects is nobody until its first message is accepted.
+On one host, messages go through a socket in a private folder, whose permissions keep others out,
+and data as an open file: a tensor of a gigabyte is mapped where it arrives. Between hosts, messages
+go through TCP, and data in the stream. A sender is not trusted until its first message is accepted.
 """
 
 from __future__ import annotations
@@ -20,31 +20,25 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..system.files import memory_descriptor
+from .limits import (
+    CHUNK_BYTES,
+    CONNECT_TIMEOUT_S,
+    CONNECTION_LOST_AFTER_S,
+    HANDSHAKE_TIMEOUT_S,
+    MAX_HANDSHAKE_BYTES,
+    MAX_MESSAGE_BYTES,
+)
 
 Address = str | tuple[str, int]
-"""Of a `Listener`: a path, or a host and a port."""
+"""The address of a `Listener`: a path, or a host and a port."""
 
 _HEAD = struct.Struct("!IQ")  # bytes of the message, and of the data that follow in the stream
-HELLO = 5.0
-"""Seconds that whoever connects has for its first message."""
 
-CONNECTING = 20.0
-"""Seconds that a rank on another host has to reach the notebook."""
-
-_KEPT_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-_LOSS = {**_KEPT_ALIVE, "TCP_USER_TIMEOUT": 90_000}
-"""After 90 s: Ray gives a node up after 60, and a link that is cut for half a minute is no loss. A
-rank has no limit to what it sends: a kernel that is suspended, or busy in C, reads nothing for as
-long, and is no loss either."""
-
-_LONGEST = 16 << 20
-"""Bytes of a message without its data."""
-
-_LONGEST_HELLO = 1 << 16
-"""The same of one whose sender is not known yet."""
-
-_PART = 1 << 20
-"""Bytes of data that are read at once."""
+# Together 90 s, as `CONNECTION_LOST_AFTER_S`.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+_UNSENT_TIMEOUT = {"TCP_USER_TIMEOUT": CONNECTION_LOST_AFTER_S * 1000}
+"""Only the notebook limits how long what it sends may wait: a kernel that is suspended, or busy in
+C, reads nothing for as long, and a rank must not take it for lost."""
 
 
 class Channel:
@@ -55,16 +49,16 @@ class Channel:
         self._sending = threading.Lock()
         self._is_known = False
         self._deadline: float | None = None
-        """When a message of an unknown sender has to be here, all of it."""
+        """When the first message must be complete."""
         self.passes_files = connection.family == getattr(socket, "AF_UNIX", None)
         """Whether both ends are on this host."""
 
     def fileno(self) -> int:
-        """Return the descriptor to poll: readable where a message waits, or the end."""
+        """Return the descriptor to poll. It is readable if a message waits, or at the end."""
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any], data: int | None = None) -> None:
-        """Send a message, and a descriptor with it. Raises `OSError` where nobody listens."""
+        """Send a message, and a descriptor with it. Raises `OSError` if the other end is gone."""
         text, sent = json.dumps(message).encode(), 0
         size = 0 if data is None or self.passes_files else os.fstat(data).st_size
         whole = _HEAD.pack(len(text), size) + text
@@ -77,29 +71,26 @@ class Channel:
                 offset += os.sendfile(self._connection.fileno(), data, offset, size - offset)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message, and the descriptor that came with it, which is the caller's.
+        """Return the next message, and the descriptor that came with it. The caller closes that.
 
-        Raises `EOFError` where the other end is closed, says what no message is, or is not known
-        yet and takes longer than `HELLO` over it.
+        Raises `EOFError` if the other end is closed or sends no valid message, or if the first
+        message takes longer than `HANDSHAKE_TIMEOUT_S`.
         """
-        self._deadline = None if self._is_known else time.monotonic() + HELLO
+        self._deadline = None if self._is_known else time.monotonic() + HANDSHAKE_TIMEOUT_S
         head, descriptors = self._receive(_HEAD.size, with_data=self.passes_files)
         size, data_size = _HEAD.unpack(head)
-        longest = _LONGEST if self._is_known else _LONGEST_HELLO
+        longest = MAX_MESSAGE_BYTES if self._is_known else MAX_HANDSHAKE_BYTES
         if size > longest or (data_size and not self._is_known):
             raise EOFError(f"a message of {size + data_size} bytes")
         message = json.loads(self._receive(size)[0])
         if data_size:
-            descriptors = [self._received_file(data_size)]
+            with memory_file() as file:
+                while data_size:
+                    part, _ = self._receive(min(data_size, CHUNK_BYTES))
+                    data_size -= file.write(part)
+                file.flush()
+                descriptors = [os.dup(file.fileno())]
         return message, descriptors[0] if descriptors else None
-
-    def _received_file(self, size: int) -> int:
-        with memory_file() as file:
-            while size:
-                part, _ = self._receive(min(size, _PART))
-                size -= file.write(part)
-            file.flush()
-            return os.dup(file.fileno())
 
     def _receive(self, size: int, *, with_data: bool = False) -> tuple[bytes, list[int]]:
         parts, descriptors = bytearray(), list[int]()
@@ -120,7 +111,7 @@ class Channel:
         return bytes(parts), descriptors
 
     def trust(self) -> None:
-        """From now on, trust the other end, and have `receive` wait as long as it takes."""
+        """Trust the other end: `receive` no longer limits the time or the first message."""
         self._is_known = True
         self._connection.settimeout(None)
 
@@ -147,15 +138,15 @@ class Listener:
             self.address = place, self._socket.getsockname()[1]
 
     def accept(self, timeout: float) -> Channel | None:
-        """Return a new connection; None if there is none within `timeout` seconds."""
+        """Wait up to `timeout` seconds; return the new connection, or None."""
         self._socket.settimeout(timeout)
         try:
             connection, _ = self._socket.accept()
         except TimeoutError:
             return None
-        connection.settimeout(HELLO)
+        connection.settimeout(HANDSHAKE_TIMEOUT_S)
         if connection.family != socket.AF_UNIX:
-            _set_up(connection, _LOSS)
+            _set_tcp_options(connection, {**_KEEPALIVE, **_UNSENT_TIMEOUT})
         return Channel(connection)
 
     def close(self) -> None:
@@ -165,8 +156,8 @@ class Listener:
             Path(self.address).unlink(missing_ok=True)
 
 
-def _set_up(connection: socket.socket, options: Mapping[str, int]) -> None:
-    """Send what is small at once, and give up a host that does not answer any more."""
+def _set_tcp_options(connection: socket.socket, options: Mapping[str, int]) -> None:
+    """Send small messages without delay, and detect a host that no longer answers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
@@ -184,26 +175,26 @@ def connect(address: Address) -> Channel:
             connection.close()
             raise
     else:
-        connection = socket.create_connection(address, CONNECTING)
-        _set_up(connection, _KEPT_ALIVE)
+        connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
+        _set_tcp_options(connection, _KEEPALIVE)
     channel = Channel(connection)
     channel.trust()
     return channel
 
 
 def memory_file() -> IO[bytes]:
-    """Return a file without a name, in memory where the system has such files."""
+    """Return a file without a name, in memory if the system supports that."""
     descriptor = memory_descriptor()
     return tempfile.TemporaryFile() if descriptor is None else open(descriptor, "w+b")
 
 
-def written(write: Callable[[IO[bytes]], object]) -> IO[bytes]:
-    """Return a memory file that `write` has filled, to be closed by the caller."""
+def fill_memory_file(write: Callable[[IO[bytes]], object]) -> IO[bytes]:
+    """Return a memory file that `write` has filled. The caller closes it."""
     file = memory_file()
     try:
         write(file)
         file.flush()
-    except BaseException:  # an interrupt too: nobody else would close it
+    except BaseException:  # also an interrupt: the caller never gets it, so close it here
         file.close()
         raise
     return file

@@ -1,8 +1,8 @@
 """Copies a rank's exception to the notebook: its type, chain, notes and frames.
 
-Pickling drops tracebacks and chains, so they travel beside the exception, and are rebuilt around
-small stand-in frames that carry the file, the line and the name of the real ones (the way of
-``tblib``). IPython then shows the cell's own source lines, and ``except ValueError`` works.
+Pickling drops tracebacks and chains, so they are sent beside the exception. In the notebook they
+are rebuilt around stand-in frames with the file, line and name of the real ones, as ``tblib`` does.
+IPython then shows the cell's own source lines, and ``except ValueError`` works.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from typing import Any, cast
 from ..errors import RankError
 from ..system import source_files
 from . import result_pickler
+from .limits import (
+    MAX_EXCEPTION_BYTES,
+    MAX_EXCEPTION_CHAIN,
+    MAX_EXCEPTION_CHARS,
+    MAX_GROUP_MEMBERS,
+)
 
-LARGEST = 16 << 20
-"""Bytes of an exception, or of an attribute of it, that are copied to the notebook."""
+RANK_FRAME_MARK = "__nbtrain_rank_frame__"
+"""A global that marks the stand-in frames for `rank_frames`."""
 
-LONGEST = 1 << 16
-"""Characters of a message, or of a note, that are reported."""
-
-MEMBERS = 100
-"""Exceptions of a group that are reported, the first ones."""
-
-MARK = "__nbtrain_rank_frame__"
 _CAUGHT_IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)\.")
 
 
 @dataclass(frozen=True)
 class TracebackFrame:
-    """One line of a traceback, with the span of the expression in it where Python knows it."""
+    """One line of a traceback, with the span of the expression if Python records it."""
 
     filename: str
     line: int
@@ -62,7 +61,7 @@ class CapturedException:
     type_name: str
     text: str
     pickled: bytes | None
-    """None where the instance itself cannot travel."""
+    """None if the instance cannot be pickled."""
     frames: tuple[TracebackFrame, ...]
     notes: tuple[str, ...] = ()
     cause: CapturedException | None = None
@@ -75,15 +74,15 @@ class CapturedException:
     def headline(self) -> str:
         lines = self.text.strip().splitlines()
         if lines and (caught := _CAUGHT_IN_WORKER.fullmatch(lines[0])):
-            # torch puts the exception of a worker, with its traceback, into one of its own
+            # torch puts the exception of a worker, with its traceback, into a message of its own
             return f"{lines[-1].strip()} (in {caught[1]})"
-        if lines and lines[0].endswith(":"):  # it says what failed, and the next line says why
+        if lines and lines[0].endswith(":"):  # the reason is in the next line
             lines[0] += next((f" {line.strip()}" for line in lines[1:] if line.strip()), "")
         return f"{self.type_name}: {lines[0]}" if lines else self.type_name
 
 
 def user_frames(frames: Iterable[TracebackFrame]) -> tuple[TracebackFrame, ...]:
-    """Return the user's frames, and the last one where a library raised."""
+    """Return the user's frames, and the last frame if a library raised."""
     every = tuple(f for f in frames if not f.is_own)
     user = tuple(f for f in every if not f.is_library)
     if not user:
@@ -98,36 +97,36 @@ def capture(
     pickles: bool = True,
     _seen: frozenset[int] = frozenset(),
 ) -> CapturedException:
-    """Turn an exception into data; never raises, however hostile the exception is.
+    """Turn an exception into data. Never raises, even if the exception's own methods do.
 
-    Without the instances unless `pickles`: those may take long, and run code of the user's.
+    Without `pickles`, the instances are left out: pickling may take long, and run the user's code.
     """
     seen = _seen | {id(error)}
 
-    def chained(other: BaseException | None) -> CapturedException | None:
-        if other is None or id(other) in seen or len(seen) >= 20:
+    def capture_other(other: BaseException | None) -> CapturedException | None:
+        if other is None or id(other) in seen or len(seen) >= MAX_EXCEPTION_CHAIN:
             return None
         return capture(other, shared, pickles=pickles, _seen=seen)
 
-    pickled, left_out = _pickled(error, shared) if pickles else (None, ())
+    pickled, left_out = _pickle(error, shared) if pickles else (None, ())
     return CapturedException(
         type_name=type(error).__name__,
         text=_safe_str(error),
         pickled=pickled,
         frames=user_frames(_frames(error.__traceback__)),
-        notes=(*_notes(error), *map(_left_out_note, left_out)),
-        cause=chained(error.__cause__),
-        # `raise … from e` makes e both: sent twice, a chain would cost twice as much a link.
-        context=None if error.__context__ is error.__cause__ else chained(error.__context__),
+        notes=(*_notes(error), *left_out),
+        cause=capture_other(error.__cause__),
+        # `raise … from e` sets both. Sent twice, each link would double the size of the chain.
+        context=None if error.__context__ is error.__cause__ else capture_other(error.__context__),
         suppress_context=error.__suppress_context__,
-        members=tuple(member for e in _members(error) if (member := chained(e)) is not None),
+        members=tuple(m for e in _members(error) if (m := capture_other(e)) is not None),
     )
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the exceptions of a group (an `asyncio.TaskGroup` raises one), of no other class."""
+    """Return the exceptions of a group, as an `asyncio.TaskGroup` raises; else ()."""
     group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
-    return cast(Any, error).exceptions[:MEMBERS] if issubclass(type(error), group) else ()
+    return cast(Any, error).exceptions[:MAX_GROUP_MEMBERS] if issubclass(type(error), group) else ()
 
 
 def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
@@ -152,66 +151,63 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 def _safe_str(value: object) -> str:
     try:
         text = str(value)
-        return text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text):,} characters)"
+        if len(text) <= MAX_EXCEPTION_CHARS:
+            return text
+        return f"{text[:MAX_EXCEPTION_CHARS]}… ({len(text):,} characters)"
     except BaseException as inner:  # a user's __str__ may raise anything
         return f"<{type(value).__name__}.__str__ raised {type(inner).__name__}>"
 
 
-def _without_addresses(value: object) -> str:
-    return re.sub(r"0x[0-9a-f]+", "0x", str(value))  # those of a copy are others
+def _strip_addresses(value: object) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x", str(value))  # a copy has other addresses
 
 
-def _pickled(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None, tuple[str, ...]]:
-    """Pickle the instance as it wishes, else without its ``__init__``, else only what can be.
+def _pickle(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None, tuple[str, ...]]:
+    """Pickle an exception by its own reducer, else without its ``__init__``, else only in part.
 
-    Returns None where none of it works, and the names of attributes that were left out.
+    Returns the bytes or None, and a note for each attribute that was left out.
     """
-    if (data := _tried(error, error, shared)) is not None:
+    if (data := _dump_checked(error, error, shared)) is not None:
         return data, ()
     state = {k: v for k, v in getattr(error, "__dict__", {}).items() if k != "__notes__"}
-    left_out = tuple(name for name, value in state.items() if not _is_portable(value, shared))
+    left_out = [name for name, value in state.items() if not _is_portable(value, shared)]
     for name in left_out:
         del state[name]
-    return _tried(error, _Parts(type(error), error.args, state), shared), left_out
+    data = _dump_checked(error, _Parts(type(error), error.args, state), shared)
+    note = "The attribute `{}` of this exception stayed in the rank: it cannot be copied."
+    return data, tuple(map(note.format, left_out))
 
 
-def _tried(error: BaseException, form: Any, shared: frozenset[type]) -> bytes | None:
-    """Pickle a form of an exception; None unless it can be rebuilt from that, here at least."""
+def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> bytes | None:
+    """Pickle a form of an exception; None if the same exception cannot be rebuilt from it here."""
     try:
-        text = _without_addresses(error)  # what cannot be shown is better shown by a stand-in
-        data = result_pickler.dumps(form, shared, limit=LARGEST)
-        rebuilt = _rebuilt(result_pickler.loads(data))  # tried out here, where it costs nothing
-        return (
-            data
-            if isinstance(rebuilt, BaseException) and _without_addresses(rebuilt) == text
-            else None
-        )
+        text = _strip_addresses(error)  # an exception without a text is shown by a stand-in
+        data = result_pickler.dumps(form, shared, limit=MAX_EXCEPTION_BYTES)
+        copy = _rebuild(result_pickler.loads(data))
+        is_same = isinstance(copy, BaseException) and _strip_addresses(copy) == text
     except Exception:  # a user's exception may refuse pickling in any way
         return None
+    return data if is_same else None
 
 
 def _is_portable(value: Any, shared: frozenset[type]) -> bool:
     try:
-        result_pickler.loads(result_pickler.dumps(value, shared, limit=LARGEST))
-        return True
-    except Exception:  # whatever its reducer raises
+        result_pickler.loads(result_pickler.dumps(value, shared, limit=MAX_EXCEPTION_BYTES))
+    except Exception:  # from its reducer
         return False
-
-
-def _left_out_note(name: str) -> str:
-    return f"The attribute `{name}` of this exception stayed in the rank: it cannot be copied."
+    return True
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What an exception is made of, where calling its class with its args does not remake it."""
+    """The parts of an exception that calling its class with its args does not rebuild."""
 
     cls: type[BaseException]
     args: tuple[Any, ...]
     state: dict[str, Any]
 
 
-def _rebuilt(value: Any) -> Any:
+def _rebuild(value: Any) -> Any:
     if not isinstance(value, _Parts):
         return value
     error = value.cls.__new__(value.cls, *value.args)
@@ -233,7 +229,7 @@ def restore(captured: CapturedException) -> BaseException:
 
 
 def _restore_members(error: BaseException, members: tuple[CapturedException, ...]) -> None:
-    """Give the exceptions of a group, which came with it, what pickling took from them."""
+    """Give the exceptions of a group, which were pickled with it, what pickling drops."""
     own = _members(error)
     for member, captured in zip(own, members, strict=False) if len(own) == len(members) else ():
         restored = restore(captured)
@@ -245,27 +241,27 @@ def _restore_members(error: BaseException, members: tuple[CapturedException, ...
 
 
 def set_notes(error: BaseException, notes: list[str]) -> None:
-    """Give an exception its notes; Python 3.10 has no `add_note`, IPython shows them there too."""
+    """Set the notes of an exception. Python 3.10 has no `add_note`, but IPython shows them."""
     error.__notes__ = notes  # type: ignore[attr-defined,unused-ignore]
 
 
 def _instance(captured: CapturedException) -> BaseException:
     if captured.pickled is not None:
         try:
-            error = _rebuilt(result_pickler.loads(captured.pickled))
+            error = _rebuild(result_pickler.loads(captured.pickled))
             if isinstance(error, BaseException):
                 return error
-        except Exception:  # a kernel that lacks the class; a class that a rank alone can build
+        except Exception:  # the class is not in this kernel, or only a rank can build it
             pass
     return RankError(f"{captured.type_name}: {captured.text}", type_name=captured.type_name)
 
 
 def _traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
-    """Return the traceback of code that poses as each of the frames, and raises there."""
+    """Return a traceback of stand-in code that raises at the place of each frame."""
     tb: TracebackType | None = None
     for frame in reversed(frames):
         try:
-            exec(_stub_code(frame), {"__name__": frame.function, MARK: True})
+            exec(_stub_code(frame), {"__name__": frame.function, RANK_FRAME_MARK: True})
         except StopIteration as raised:
             stub: Any = raised.__traceback__
             tb = TracebackType(tb, stub.tb_next.tb_frame, stub.tb_next.tb_lasti, frame.line)
@@ -273,7 +269,7 @@ def _traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
 
 
 def _stub_code(frame: TracebackFrame) -> CodeType:
-    """Return code that raises at the frame's very line, in a function that begins at its line."""
+    """Return code that raises at the frame's line, in a function with its name and first line."""
     tree = ast.parse("def stub(): raise StopIteration")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -290,10 +286,10 @@ def _stub_code(frame: TracebackFrame) -> CodeType:
 
 
 def rank_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that happened in a rank; None where no part did."""
+    """Return the part of a traceback that happened in a rank; None if no part did."""
     inner: TracebackType | None = None
     while tb is not None:
-        if MARK in tb.tb_frame.f_globals:
+        if RANK_FRAME_MARK in tb.tb_frame.f_globals:
             return tb
         if tb.tb_frame.f_code.co_filename in source_files.RANK_BODY:
             inner = tb.tb_next  # the inline engine: real frames follow

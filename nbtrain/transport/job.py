@@ -1,4 +1,4 @@
-"""`Job`: a run that is ready to start, with all decisions made."""
+"""Defines `Job`: a run that is ready to start, with all decisions made."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ..tracking.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to start: the plan with every 'auto' resolved, and where it reports.
+    """One run, ready to start: the plan with every 'auto' resolved, and the folder for its reports.
 
-    `scratch` is a folder for sockets of the ranks' own workers; the launcher deletes it. Of a run
-    on several nodes these are one's ranks, numbered from 0: `world` says where they are in it.
+    In a run on several nodes, a job has the ranks of one node, numbered from 0.
     """
 
     plan: Plan
@@ -26,19 +25,21 @@ class Job:
     port: int = 0
     attempt: int = 1
     scratch: str = ""
+    """A folder for sockets of the ranks' own workers. The launcher deletes it."""
     world: Placement | None = None
+    """Where the ranks are in a run on several nodes."""
     in_kernel: bool = False
     in_notebook: bool = False
-    """Whether a notebook is there to show figures, rather than a script or a terminal."""
+    """Whether a notebook can show figures, unlike a script or a terminal."""
     unanswered: str = "the run is in the background, on other hosts, or headless"
-    """Why no user can answer a debugger; "" if one can."""
+    """Why the user cannot answer a debugger; "" if the user can."""
     is_live: bool = False
-    """Whether the rank's process goes on after the task, with its variables and its groups."""
+    """Whether the rank's process keeps running after the task, with its variables and groups."""
     is_mirrored: bool = False
-    """Whether `folder` is copied to the notebook's host as it grows, and deleted then."""
+    """Whether `folder` is copied to the notebook's host as it grows, and then deleted."""
     keeps_checkpoints: bool = True
     """Whether all ranks see the run's folder, where `nbtrain.checkpoint` saves."""
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What a forked rank has none of: the notebook's ``threads``, by their names, and those of
-    ``libraries``, their packages."""
+    """What a fork does not copy: the names of the notebook's ``threads``, and the packages of those
+    that ``libraries`` started."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

@@ -1,11 +1,11 @@
 """Packs what a rank in a fresh interpreter needs of the notebook, and unpacks it in each rank.
 
 One file in memory holds the plan, the values its cell or function refers to, the state of the
-random generators and the source of the notebook's functions. It is what ``torch.save`` writes, by
-a cloudpickle of our own, so that tied weights stay tied, an optimizer keeps pointing at its model,
+random generators and the source of the notebook's functions. `torch.save` writes it, with a
+cloudpickle of our own, so that tied weights stay tied, an optimizer keeps pointing at its model,
 and functions of the notebook keep sharing one namespace. Every rank maps the tensors copy-on-write
-(``torch.load(mmap=True)``): however many ranks there are, the data is in memory once until one of
-them writes to it. What would not work where it arrives is refused.
+(``torch.load(mmap=True)``), so the data is in memory once until a rank writes to it. A value that
+would not work in another process is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import tempfile
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 
@@ -37,10 +37,10 @@ from ..planning.task_values import arguments, owner_name, variables
 from ..system.files import memory_descriptor
 from . import process_state, result_pickler
 from .result_pickler import CodePickler
-from .weights.parts import Part, find
+from .weights.model_parts import Part, get_part
 
 STATES = "_nbtrain_states"
-"""The name under which the states come of what a process has already: see `pack_values`."""
+"""The name under which `pack_values` sends states of values that a process already has."""
 
 _KERNEL_ONLY = ("exit", "quit")  # IPython's hold the shell; an interpreter has its own
 
@@ -59,7 +59,7 @@ class PackedPlan:
             self.path = self._file.name
 
     def close(self) -> None:
-        """Let go of it; ranks that have opened it keep what they mapped."""
+        """Close the file. Ranks that have opened it keep what they mapped."""
         self._file.close()
 
 
@@ -70,72 +70,82 @@ def pack(
     leaves_host: bool = False,
     there: Mapping[int, Part] | None = None,
 ) -> PackedPlan:
-    """Pack a plan for processes, `is_fresh` ones get this one's random states and settings, too.
+    """Pack a plan for other processes; `is_fresh` ones also get the random states and settings.
 
-    What `leaves_host` lacks the key by which processes of this host trust each other. Of what is
-    `there`, by its id, only its name goes.
-
-    Raises `PlanError` naming the variable that cannot go.
+    A plan that `leaves_host` does not contain multiprocessing's key, which is for this host only.
+    `there` maps the ids of values that the process already has to their names: only these are
+    sent. Raises `PlanError` naming a variable that cannot be sent.
     """
     task = plan.task
-    modules = submodules(task.source, task.namespace) if isinstance(task, Cell) else []
-    around = process_state.collect(with_key=not leaves_host) if is_fresh else None
-    return _packed(_with_needed_names(plan), modules, around, there or {})
-
-
-def _packed(
-    plan: Plan,
-    modules: Sequence[str] = (),
-    around: dict[str, Any] | None = None,
-    there: Mapping[int, Part] | None = None,
-) -> PackedPlan:
-    import torch
-
-    main = vars(sys.modules["__main__"])
-    packing = Packing(main, plan, there or {})
-    # What comes late is known only when all before it is packed.
-    late = packing.late_classes, packing.late_sources, packing.late_grads
-    contents = (around, [*modules], _marked(plan), *late)
-    packed = PackedPlan()
-    try:
-        if around is None and isinstance(plan.task, Cell) and not plan.task.namespace:
-            with open(packed.path, "wb") as file:  # no tensor: torch's archive costs time
-                bound(Pickler, packing)(file).dump(contents)
-            return packed
-        pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=bound(Pickler, packing))
-        with _unchecked(torch):
-            torch.save(contents, packed.path, pickle_module=pickling, pickle_protocol=5)
-    except BaseException as error:  # an interrupt too: no copy of the data stays behind
-        packed.close()
-        if isinstance(error, Exception):  # any reducer of any class may raise anything
-            raise PlanError(_explained(plan, packing, error)) from error
-        raise
-    return packed
+    modules = _used_submodules(task) if isinstance(task, Cell) else []
+    settings = process_state.collect(with_key=not leaves_host) if is_fresh else None
+    if isinstance(task, Cell):
+        task = replace(task, namespace=needed_names(task))
+        if "display" in task.source and hasattr(builtins, "display"):  # IPython adds it there
+            task.namespace["__builtins__"] = {"display": builtins.display}
+    else:
+        task = replace(task, owner=owner_name(task))
+    return _pack(replace(plan, task=task), modules, settings, there or {})
 
 
 def pack_values(
     values: Mapping[str, Any], states: Mapping[str, Any], there: Mapping[int, Part]
 ) -> PackedPlan:
-    """Pack values that no cell reads, by name. Raises `PlanError`.
+    """Pack values by name, without a task. Raises `PlanError`.
 
-    `states` are of values that are there, and load them (`parts.state`).
+    `states` are loaded into values that the process already has.
     """
     plan = Plan(Cell("", "", {**values, **({STATES: states} if states else {})}), "values")
-    return _packed(plan, there=there)
+    return _pack(plan, [], None, there)
+
+
+def _pack(
+    plan: Plan, modules: Sequence[str], settings: dict[str, Any] | None, there: Mapping[int, Part]
+) -> PackedPlan:
+    import torch
+
+    packing = Packing(plan, there)
+    # The last three are filled while what precedes them is pickled.
+    collected = packing.classes, packing.sources, packing.grads
+    contents = (settings, [*modules], _separate_values(plan), *collected)
+    packed = PackedPlan()
+    try:
+        if settings is None and isinstance(plan.task, Cell) and not plan.task.namespace:
+            with open(packed.path, "wb") as file:  # no tensor: torch's archive costs time
+                _bind(Pickler, packing)(file).dump(contents)
+            return packed
+        pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=_bind(Pickler, packing))
+        checks = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # they take half of the time
+        try:
+            torch.save(contents, packed.path, pickle_module=pickling, pickle_protocol=5)
+        finally:
+            torch.serialization.set_crc32_options(checks)
+    except BaseException as error:  # also an interrupt: no copy of the data is left
+        packed.close()
+        if isinstance(error, Exception):  # any reducer of any class may raise anything
+            raise PlanError(_explain_failure(plan, packing, error)) from error
+        raise
+    return packed
 
 
 def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
-    """Load what `pack` wrote, into this process's ``__main__``.
+    """Load what `pack` wrote into this process's ``__main__``.
 
-    With `restores`, the random states and settings of the notebook, too.
+    With `restores`, also the random states and settings of the notebook.
 
     Returns the plan, and the classes of the notebook that came with it.
     """
-    main = vars(sys.modules["__main__"])
-    contents = _contents(path)
-    around, modules, marked, classes, sources, grads = cast(
-        "tuple[Any, list[str], Any, list[type], dict[str, Any], list[Any]]", contents
-    )
+    main = _main_namespace()
+    with open(path, "rb") as file:
+        is_archive = file.read(2) == b"PK"
+        file.seek(0)
+        contents: Any = None if is_archive else pickle.load(file)
+    if is_archive:
+        import torch
+
+        contents = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    settings, modules, (plan, values), classes, sources, grads = contents
     for name in modules:
         with contextlib.suppress(ImportError):  # it was made in the notebook's process
             importlib.import_module(name)
@@ -144,67 +154,41 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     linecache.cache.update(sources)
     for cls in classes:
         main.setdefault(cls.__qualname__, cls)
-    plan = _unmarked(marked, main)
-    # Else a class that goes back by value would be written into the notebook's own (cloudpickle).
+    plan = _join_values(plan, {key: value for _, key, value in values}, main)
+    # A class that is sent back by value would be written into the notebook's own (cloudpickle).
     trackers = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     trackers.clear()
     if restores:
-        process_state.restore(around)
-    return plan, frozenset(c for c in classes if main.get(c.__qualname__) is c)
-
-
-def _contents(path: str) -> Any:
-    """Load a file of `torch.save`, or a plain pickle."""
-    import torch
-
-    with open(path, "rb") as file:
-        if file.read(2) != b"PK":
-            file.seek(0)
-            return pickle.load(file)
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
-def _with_needed_names(plan: Plan) -> Plan:
-    """Reduce a cell's namespace to what the cell may read of it; name the object of a method."""
-    task = plan.task
-    if not isinstance(task, Cell):
-        return replace(plan, task=replace(task, owner=owner_name(task)))
-    needed = needed_names(task)
-    if "display" in task.source and hasattr(builtins, "display"):  # IPython's, among the builtins
-        needed["__builtins__"] = {"display": builtins.display}
-    return replace(plan, task=replace(task, namespace=needed))
+        process_state.restore(settings)
+    arrived: list[type] = classes
+    return plan, frozenset(cls for cls in arrived if main.get(cls.__qualname__) is cls)
 
 
 def needed_names(cell: Cell) -> dict[str, Any]:
-    """Return what a cell reads of the notebook, without what belongs to its process alone.
+    """Return what a cell reads of the notebook, except what belongs to its process alone.
 
-    Raises `PlanError` for a tensor that would not arrive as it is.
+    Raises `PlanError` for a tensor that would arrive without what it was computed from.
     """
-    needed = {n: value for n, value in variables(cell).items() if n not in _KERNEL_ONLY}
-    check_graphs(needed)
-    return needed
-
-
-def check_graphs(namespace: dict[str, Any]) -> None:
-    """Refuse a tensor that was computed from others that need gradients: it would not be here."""
     torch = sys.modules["torch"]
-    for name, value in namespace.items():
+    needed = {n: value for n, value in variables(cell).items() if n not in _KERNEL_ONLY}
+    for name, value in needed.items():
         if issubclass(type(value), torch.Tensor) and value.requires_grad and not value.is_leaf:
             raise PlanError(
                 f"`{name}` is computed from tensors that need gradients, and a fresh process would "
                 f"get it without them. Send `{name}.detach()`, or compute it in the function."
             )
+    return needed
 
 
-def submodules(source: str, namespace: Mapping[str, Any]) -> list[str]:
-    """Return the submodules that a source names (``xml.etree``): importing ``xml`` brings none."""
+def _used_submodules(cell: Cell) -> list[str]:
+    """Return the submodules that a cell names: ``import xml`` does not load ``xml.etree``."""
     names: dict[str, None] = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(cell.source)):
         path: list[str] = []
         while isinstance(node, ast.Attribute):
             path.insert(0, node.attr)
             node = node.value
-        root = namespace.get(node.id) if isinstance(node, ast.Name) and path else None
+        root = cell.namespace.get(node.id) if isinstance(node, ast.Name) and path else None
         name = root.__name__ if type(root) is types.ModuleType else ""
         for part in path if name else ():
             name = f"{name}.{part}"
@@ -223,24 +207,24 @@ def loading() -> str:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Goes before a value, and tells by being loaded that the value is next."""
+    """Precedes a value in the file. Loading the mark records the name of that value."""
 
     name: str
 
     def __reduce__(self) -> Any:
-        return _now_loading, (self.name,)
+        return _record_loading, (self.name,)
 
 
-def _now_loading(name: str) -> None:
+def _record_loading(name: str) -> None:
     global _loading
     _loading = name
 
 
-def _marked(plan: Plan) -> tuple[Plan, list[tuple[_Mark, Any, Any]]]:
-    """Return the plan without its values, and these, each behind a mark with its name.
+def _separate_values(plan: Plan) -> tuple[Plan, list[tuple[_Mark, Any, Any]]]:
+    """Return the plan without its values, and these, each with a mark and a key.
 
-    Each has a key: a cell's and keyword arguments their name, positional ones their index, the
-    function None.
+    The key of a cell's variable or a keyword argument is its name, of a positional argument its
+    index, of the function None.
     """
     task = plan.task
     if isinstance(task, Cell):
@@ -254,9 +238,8 @@ def _marked(plan: Plan) -> tuple[Plan, list[tuple[_Mark, Any, Any]]]:
     return replace(plan, task=bare), [(_Mark(labels[key]), key, v) for key, v in values.items()]
 
 
-def _unmarked(marked: tuple[Plan, list[Any]], main: dict[str, Any]) -> Plan:
-    """Return the plan with its values again; a cell's go into `main`."""
-    plan, values = marked[0], {key: value for _, key, value in marked[1]}
+def _join_values(plan: Plan, values: dict[Any, Any], main: dict[str, Any]) -> Plan:
+    """Return the plan with its values again. Those of a cell are put into `main`."""
     task = plan.task
     if isinstance(task, Cell):
         builtins.__dict__.update(values.pop("__builtins__", {}))
@@ -267,34 +250,22 @@ def _unmarked(marked: tuple[Plan, list[Any]], main: dict[str, Any]) -> Plan:
     return replace(plan, task=replace(task, function=function, args=args, kwargs=values))
 
 
-@contextlib.contextmanager
-def _unchecked(torch: Any) -> Iterator[None]:
-    """Save without checksums, which take half of the time; memory needs none."""
-    options = torch.serialization
-    if not hasattr(options, "set_crc32_options"):  # torch 2.6 and later
-        yield
-        return
-    before = options.get_crc32_options()
-    options.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        options.set_crc32_options(before)
-
-
-def _explained(plan: Plan, packing: Packing, error: Exception) -> str:
-    """Say which variable cannot go to another process, and what to do."""
+def _explain_failure(plan: Plan, packing: Packing, error: Exception) -> str:
+    """Return which variable cannot be sent to another process, and what to do."""
 
     def dump(value: Any) -> None:
-        bound(Probe, packing)(io.BytesIO()).dump(value)
+        _bind(_Probe, packing)(io.BytesIO()).dump(value)
 
-    for name, value in _candidates(plan.task):
+    task = plan.task
+    candidates = {} if isinstance(task, Cell) else {task.name: task.function}
+    candidates.update(task.namespace if isinstance(task, Cell) else arguments(task))
+    for name, value in candidates.items():
         try:
             dump(value)
         except Exception as reason:  # as above
             path, part = result_pickler.find_unpicklable(value, dump, name)
             remedy = "Build it inside the training function."
-            if isinstance(part, types.FunctionType):  # what is in the way is inside already
+            if isinstance(part, types.FunctionType):  # what fails is inside it already
                 remedy = "Define it in a file, and import it from there."
             return (
                 f"`{path}`, a {result_pickler.type_name(part)}, cannot be sent to a fresh process "
@@ -303,49 +274,33 @@ def _explained(plan: Plan, packing: Packing, error: Exception) -> str:
     return f"the cell's variables cannot be sent to a fresh process together ({error})"
 
 
-def _candidates(task: Task) -> Iterator[tuple[str, Any]]:
-    if isinstance(task, Call):
-        yield task.name, task.function
-    yield from (task.namespace if isinstance(task, Cell) else arguments(task)).items()
-
-
 class Packing:
-    """Makes picklers that know the notebook, and remembers what of it they met."""
+    """What picklers know of the notebook, and what they have met of it."""
 
-    def __init__(self, main: dict[str, Any], plan: Plan, there: Mapping[int, Part]) -> None:
-        self.main, self.there = main, there
-        self.classes: dict[type, None] = {}
-        self.files: dict[str, None] = {}
-        if isinstance(plan.task, Cell):
-            self.files[plan.task.filename] = None
-        self.shared = result_pickler.notebook_classes()
+    def __init__(self, plan: Plan, there: Mapping[int, Part]) -> None:
+        self.main, self.there = _main_namespace(), there
+        self.classes: list[type] = []
+        """The notebook's classes."""
+        self.sources: dict[str, Any] = {}
+        """Entries of `linecache` for functions of the notebook."""
+        self.grads: list[tuple[Any, Any]] = []
+        """Tensors and their gradients, which no pickle of a tensor has."""
+        self.notebook_classes = result_pickler.notebook_classes()
         ipython = sys.modules.get("IPython")
         self.shell = ipython.get_ipython() if ipython is not None else None
-        self.late_classes: Any = _Late(lambda: list(self.classes))
-        self.late_sources: Any = _Late(self._sources)
-        self.grads: list[tuple[Any, Any]] = []
-        self.late_grads: Any = _Late(lambda: list(self.grads))
+        if isinstance(plan.task, Cell):
+            self.add_source(plan.task.filename)
 
-    def _sources(self) -> dict[str, Any]:
-        """The source of what was defined in cells, for tracebacks and `inspect.getsource`."""
-        sources: dict[str, Any] = {}
-        for name in self.files:
-            lines = linecache.getlines(name)
-            if lines and not os.path.exists(name):
-                # Without a time: linecache would look for the file to compare it with.
-                sources[name] = (sum(map(len, lines)), None, lines, name)
-        return sources
-
-
-@dataclass(frozen=True)
-class _Late:
-    """Is pickled as what `value` returns when its turn comes."""
-
-    value: Callable[[], Any]
+    def add_source(self, name: str) -> None:
+        """Keep the source of a cell, for tracebacks and `inspect.getsource`."""
+        lines = linecache.getlines(name) if name not in self.sources else []
+        if lines and not os.path.exists(name):
+            # Without a time, linecache does not look for a file to compare it with.
+            self.sources[name] = (sum(map(len, lines)), None, lines, name)
 
 
 class _Namespace(dict[str, Any]):
-    """Stands for the notebook's namespace: whatever was defined in it refers to it again."""
+    """Stands for the notebook's namespace, which functions that were defined in it share."""
 
     def __reduce__(self) -> Any:
         return _main_namespace, ()
@@ -360,98 +315,98 @@ class Pickler(CodePickler):
 
     def __init__(self, file: Any, protocol: int = 5) -> None:
         super().__init__(file, protocol=protocol)
-        # cloudpickle (2.2 to 3.1) gives the functions of one namespace a common new one; these
+        # cloudpickle (2.2 to 3.1) gives the functions of one namespace a common new one. These
         # get the rank's __main__, where the cell's own assignments reach them as in the notebook.
         self.globals_ref[id(self.packing.main)] = _Namespace(__name__="__main__")
 
     def reducer_override(self, obj: Any) -> Any:
         packing = self.packing
         if part := packing.there.get(id(obj)):
-            return _part_there, part
-        if type(obj) is _Late:
-            late = obj.value()
-            return type(late), (late,)
+            return _get_own_part, part
         if packing.shell is not None and obj is packing.shell:
             return shell_of_rank, ()
         if isinstance(obj, type):
-            if obj in packing.shared:
-                packing.classes[obj] = None
+            if obj in packing.notebook_classes:
+                packing.classes.append(obj)
         elif type(obj) is types.FunctionType:
-            packing.files[obj.__code__.co_filename] = None
+            packing.add_source(obj.__code__.co_filename)
             if hasattr(obj, result_pickler.COMPILED):
-                raise CompiledError("it was compiled")
+                remedy = "Call torch.compile in the training function."
+                raise NotPortableError("it was compiled", remedy)
         else:
-            refuse_what_belongs_to_one_process(obj)
-            reduced = _reduced(obj, packing)
+            check_can_leave_process(obj)
+            reduced = _reduce(obj, packing)
             if reduced is not None:
                 return reduced
         return super().reducer_override(obj)
 
 
-def _part_there(*part: str) -> Any:
-    return find((part[0], part[1], part[2]), _main_namespace())
+def _get_own_part(*part: str) -> Any:
+    return get_part(part, _main_namespace())
 
 
-def bound(cls: type[Pickler], packing: Packing) -> type[Pickler]:
+def _bind(cls: type[Pickler], packing: Packing) -> type[Pickler]:
     """Return the class as `torch.save` wants it: one that needs only a file."""
     return type(cls.__name__, (cls,), {"packing": packing})
 
 
-class Probe(Pickler):
-    """Pickles everything but the data of tensors, which always can be."""
+class _Probe(Pickler):
+    """Pickles everything except the data of tensors, which can always be pickled."""
 
     def persistent_id(self, obj: Any) -> Any:
         torch = sys.modules["torch"]
         return "data" if torch.is_storage(obj) else None
 
 
-class CompiledError(TypeError):
-    """What torch.compile made of a function belongs to one process."""
+class NotPortableError(TypeError):
+    """A value could be pickled, but would not work in another process."""
 
-    remedy = "Call torch.compile in the training function."
-
-
-class OnDeviceError(TypeError):
-    """A tensor on a GPU belongs to the process that has it there."""
-
-    remedy = (
-        "Move it to the CPU first: for a model, `model.cpu()`. The ranks move it to their GPUs."
-    )
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
-_OF_ONE_PROCESS = ("accelerator", "state", "optimizer", "scheduler", "data_loader")
+_ACCELERATE_MODULES = ("accelerator", "state", "optimizer", "scheduler", "data_loader")
+"""Those whose objects belong to one process."""
 
 
-def refuse_what_belongs_to_one_process(obj: Any) -> None:
-    """Raise TypeError for what could be pickled, but would not work where it arrives."""
+def check_can_leave_process(obj: Any) -> None:
+    """Raise `TypeError` for an object that could be pickled, but would not work elsewhere."""
     cls = type(obj)
     if cls.__module__.startswith("accelerate.") and not is_shared_state(obj):
-        if cls.__module__.partition(".")[2] in _OF_ONE_PROCESS:
+        if cls.__module__.partition(".")[2] in _ACCELERATE_MODULES:
             raise TypeError("it belongs to an Accelerator of the notebook")
     elif isinstance(obj, sys.modules["torch"].Tensor) and obj.device.type not in ("cpu", "meta"):
-        raise OnDeviceError(f"it is on {obj.device}")
+        remedy = (
+            "Move it to the CPU first: for a model, `model.cpu()`. The ranks move it to their GPUs."
+        )
+        raise NotPortableError(f"it is on {obj.device}", remedy)
 
 
-def _reduced(obj: Any, packing: Packing) -> Any:
+def _reduce(obj: Any, packing: Packing) -> Any:
     """Return how to rebuild what cloudpickle and torch would not send, or not as well."""
     torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
     if is_shared_state(obj):
         return shared_state, ()
     if isinstance(obj, torch.Tensor):
-        if obj.is_leaf and obj.grad is not None:  # no pickle of a tensor has it
+        if obj.is_leaf and obj.grad is not None:
             packing.grads.append((obj, obj.grad))
-        return _tensor_as_bytes(obj, torch)
+        return _reduce_tensor(obj, torch)
     if numpy is not None and type(obj) is numpy.ndarray and obj.nbytes >= 1 << 16:
-        return _array_as_tensor(obj, torch)
+        # As a tensor on the same memory, it is mapped, not copied.
+        with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError):  # odd dtypes
+            warnings.simplefilter("ignore", UserWarning)  # that the array is read-only
+            return _make_array, (torch.from_numpy(obj), bool(obj.flags.writeable))
+        return None
     if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
-        return _cached_again, (obj.__wrapped__, obj.cache_parameters())
+        return _make_cached, (obj.__wrapped__, obj.cache_parameters())
     if isinstance(obj, typing.NewType) and obj.__module__ == "__main__":
         return typing.NewType, (obj.__name__, obj.__supertype__)
     return None
 
 
-def _tensor_as_bytes(tensor: Any, torch: Any) -> Any:
-    """Rebuild an ordinary tensor from plain bytes: torch refuses one memory as two types."""
+def _reduce_tensor(tensor: Any, torch: Any) -> Any:
+    """Rebuild an ordinary tensor from plain bytes: torch refuses one memory as two dtypes."""
     ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not ordinary or tensor.device.type != "cpu" or not tensor.is_leaf:
         return None
@@ -460,10 +415,10 @@ def _tensor_as_bytes(tensor: Any, torch: Any) -> Any:
     if vars(tensor) or tensor._backward_hooks:
         return None
     place = tensor.dtype, tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
-    return _tensor_of, (tensor.untyped_storage(), *place, tensor.requires_grad)
+    return _make_tensor, (tensor.untyped_storage(), *place, tensor.requires_grad)
 
 
-def _tensor_of(
+def _make_tensor(
     storage: Any, dtype: Any, offset: int, size: Any, stride: Any, requires_grad: bool
 ) -> Any:
     import torch
@@ -473,22 +428,14 @@ def _tensor_of(
     return tensor.requires_grad_(requires_grad)
 
 
-def _array_as_tensor(array: Any, torch: Any) -> Any:
-    """Rebuild a numpy array from a tensor on the same memory: tensors are mapped, not copied."""
-    with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError):  # dtype, strides
-        warnings.simplefilter("ignore", UserWarning)  # of an array that is read only
-        return _numpy_of, (torch.from_numpy(array), bool(array.flags.writeable))
-    return None
-
-
-def _numpy_of(tensor: Any, writeable: bool) -> Any:
+def _make_array(tensor: Any, writeable: bool) -> Any:
     array = tensor.numpy()
     if not writeable:
         array.flags.writeable = False
     return array
 
 
-def _cached_again(function: Any, parameters: dict[str, Any]) -> Any:
+def _make_cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 

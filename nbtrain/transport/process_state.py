@@ -1,7 +1,4 @@
-"""Sets up what a forked rank inherits implicitly: random states, settings, logging.
-
-A fresh process gets the same, as plain values.
-"""
+"""Gives a fresh process what a forked rank inherits: random states, settings, logging."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import multiprocessing.util
 import random
 import sys
 import warnings
-from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -26,50 +22,42 @@ _SETTINGS = {
     "backends.cuda.mem_efficient_sdp_enabled": "backends.cuda.enable_mem_efficient_sdp",
     "backends.cuda.math_sdp_enabled": "backends.cuda.enable_math_sdp",
 }
-"""What reads a setting of torch's, and what writes it. One that this torch lacks is left out."""
+"""The functions of torch that read a setting and that write it. Missing ones are skipped."""
 
 _CUDNN_FLAGS = ("benchmark", "deterministic", "allow_tf32")
 """Settings of torch that are attributes."""
 
 
-@dataclass(frozen=True)
 class _ProcessSettings:
-    """What multiprocessing sends to a process that it spawns; in force as soon as it is loaded.
+    """What multiprocessing sends to a process that it spawns. Loading it puts it into force.
 
-    But for the start method: workers of a DataLoader that start afresh from a rank lack the
-    notebook's classes.
-
-    The values that are loaded after it may need it: proxies of a manager connect, and modules may
-    read the arguments when they are imported.
+    It is loaded before the notebook's values, which may need it: proxies of a manager connect, and
+    modules may read the arguments when they are imported. The start method is left out: a
+    DataLoader's workers that a rank would spawn do not have the notebook's classes.
     """
 
-    argv: list[str]
-    authkey: bytes
-    """The key by which processes of one host trust each other; empty for another host."""
-    log_to_stderr: bool
+    def __init__(self, with_key: bool) -> None:
+        key = bytes(multiprocessing.current_process().authkey) if with_key else b""
+        logs = bool(getattr(multiprocessing.util, "_log_to_stderr", False))
+        self._arguments = ([*sys.argv], key, logs)
 
     def __reduce__(self) -> Any:
-        return _set_process, astuple(self)
-
-
-def _process_settings(with_key: bool) -> _ProcessSettings:
-    return _ProcessSettings(
-        [*sys.argv],
-        bytes(multiprocessing.current_process().authkey) if with_key else b"",
-        bool(getattr(multiprocessing.util, "_log_to_stderr", False)),
-    )
+        return _set_process, self._arguments
 
 
 def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
     sys.argv[:] = argv
-    if authkey:
+    if authkey:  # it is empty on another host
         multiprocessing.current_process().authkey = authkey
     if log_to_stderr:
         multiprocessing.util.log_to_stderr()
 
 
 def collect(*, with_key: bool = True) -> dict[str, Any]:
-    """Return this process's random states, and the settings that a training may depend on."""
+    """Return this process's random states, and the settings that a training may depend on.
+
+    `with_key` includes multiprocessing's key, which proves that a process is of this host.
+    """
     import torch
 
     numpy = sys.modules.get("numpy")
@@ -81,19 +69,19 @@ def collect(*, with_key: bool = True) -> dict[str, Any]:
         with contextlib.suppress(AttributeError, RuntimeError):
             settings[name] = attrgetter(name)(torch)()
     for name in _CUDNN_FLAGS:
-        with contextlib.suppress(RuntimeError):  # allow_tf32, beside torch's newer fp32_precision
+        with contextlib.suppress(RuntimeError):  # allow_tf32 clashes with fp32_precision
             settings[name] = getattr(torch.backends.cudnn, name)
     return {
-        "process": _process_settings(with_key),
+        "process": _ProcessSettings(with_key),
         "random": random.getstate(),
         "numpy": numpy.random.get_state() if numpy is not None else None,
         "torch": torch.get_rng_state(),
-        # Of a kernel that was seeded and has no CUDA yet, a forked rank's GPU gets this seed.
+        # A forked rank seeds its GPU with it, if the kernel was seeded before CUDA was initialised.
         "seed": torch.initial_seed(),
         "settings": settings,
-        "device": str(default_device()),
+        "device": str(torch.get_default_device()),
         "recursion": sys.getrecursionlimit(),
-        # Filters of Python's categories and of installed packages': others may not be there.
+        # Without filters for the notebook's own categories, which are unknown to the process.
         "warnings": [
             entry
             for entry in warnings.filters
@@ -104,18 +92,8 @@ def collect(*, with_key: bool = True) -> dict[str, Any]:
     }
 
 
-def default_device() -> Any:
-    """Return the device on which torch makes tensors in this thread."""
-    import torch
-
-    try:
-        return torch.get_default_device()
-    except AttributeError:  # torch 2.4, once the default was set to None
-        return torch.device("cpu")
-
-
 def restore(collected: dict[str, Any]) -> None:
-    """Give this process what `collect` returned in another."""
+    """Put into force what `collect` returned in another process."""
     import torch
 
     sys.setrecursionlimit(collected["recursion"])
@@ -138,7 +116,7 @@ def restore(collected: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(collected["numpy"])
-    elif "numpy" in sys.modules:  # a rank that was forked has the state of its siblings
+    elif "numpy" in sys.modules:  # else it has the same state in all ranks of a fork server
         sys.modules["numpy"].random.seed()
-    torch.cuda.manual_seed_all(collected["seed"])  # remembered until there is CUDA
+    torch.cuda.manual_seed_all(collected["seed"])  # kept until CUDA is initialised
     torch.set_rng_state(collected["torch"])

@@ -1,9 +1,9 @@
 """Pickles values that a rank returns to the notebook.
 
-Three things plain cloudpickle does not do. A class that the notebook had before the ranks were
-forked arrives as that very class (so ``except MyError`` and ``isinstance`` hold). A tensor on an
-accelerator arrives on the CPU, because loading it elsewhere would initialise the accelerator in
-the kernel. And what cannot be pickled is named by its path inside the value.
+It differs from cloudpickle in three ways. A class that the notebook had before the ranks were
+forked arrives as that very class, so that ``except MyError`` and ``isinstance`` work. A tensor on
+an accelerator arrives on the CPU, because loading it elsewhere would initialise the accelerator in
+the kernel. An error names the part that cannot be pickled by its path inside the value.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ import cloudpickle
 from ..errors import ResultNotPicklable
 from ..planning.task_values import is_class, module_of
 from ..system.text import format_bytes
-
-TRIED = 16 << 20
-"""Bytes of a result that is unpickled in the rank, to see that the notebook can."""
+from .limits import VERIFY_MAX_BYTES
 
 COMPILED = "_torchdynamo_orig_callable"
 """What torch.compile sets on a function that it makes (torch 2.4 to 2.13); private."""
 
-_FILENAME = 10
-"""The place of the file's name among the arguments of `types.CodeType` (Python 3.8 to 3.14)."""
+FROM_TRAINER = (
+    "A Trainer cannot leave its rank. Return what you need of it: trainer.evaluate(), "
+    "trainer.predict(test_set) or trainer.state.log_history."
+)
 
 
 def notebook_classes() -> frozenset[type]:
-    """Return the classes defined in ``__main__`` now; ranks forked later share them."""
+    """Return the classes that ``__main__`` defines now. Ranks that are forked later share them."""
     main: dict[str, Any] = vars(sys.modules["__main__"])
-    values: list[Any] = list(main.values())  # a dead proxy among them raises if it is asked
-    classes: list[type] = [v for v in values if is_class(v) and module_of(v) == "__main__"]
-    return frozenset(cls for cls in classes if main.get(cls.__qualname__) is cls)
+    classes: list[type] = [v for v in list(main.values()) if is_class(v)]
+    own = [cls for cls in classes if module_of(cls) == "__main__"]
+    return frozenset(cls for cls in own if main.get(cls.__qualname__) is cls)
 
 
 def _class_of_main(name: str) -> Any:
@@ -53,37 +53,36 @@ def _class_of_main(name: str) -> Any:
 
 
 REDUCERS: dict[str, Callable[[Any], Any]] = {}
-"""What parts pickle in their own way, by the package of a value's class; see `pickle.Pickler`."""
+"""Reducers (see `pickle.Pickler`) that parts of nbtrain add, by the package of a value's class."""
 
 
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle whose functions still know where their source is.
+    """A cloudpickle whose functions keep the names of their source files.
 
-    Since 3.1.3, cloudpickle writes "<dynamic-code>" in place of the file's name, so that equal
-    functions are equal bytes. With that, a traceback has no line of a function of the notebook,
-    `inspect.getsource` fails, and a debugger shows nothing.
+    Since 3.1.3, cloudpickle replaces these with "<dynamic-code>", so that equal functions are equal
+    bytes. A traceback then shows no line of the notebook's functions, `inspect.getsource` fails,
+    and a debugger shows nothing.
     """
 
     def dump(self, obj: Any) -> None:
         try:
             super().dump(obj)
-        except SystemExit as error:  # of a user's __reduce__: nobody asked this process to end
+        except SystemExit as error:  # from a user's __reduce__: it must not end this process
             raise pickle.PicklingError(f"it calls sys.exit({error.code!r})") from error
 
     @functools.cached_property
     def _odd_modules(self) -> dict[int, str]:
-        """The names of modules that are objects of another class: cloudpickle knows no such."""
-        usual = (types.ModuleType, type(None))  # None: not to be imported
+        """Map the ids of modules that are objects of another class, which cloudpickle rejects."""
+        usual = (types.ModuleType, type(None))  # None blocks an import
         loaded = [*sys.modules.items()]
-        return {id(m): n for n, m in loaded if type(m) not in usual and _is_file(n)}
+        return {id(m): n for n, m in loaded if type(m) not in usual and _is_importable(n)}
 
     def reducer_override(self, obj: Any) -> Any:
         if name := self._odd_modules.get(id(obj)):
             return importlib.import_module, (name,)
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
-            named = (*arguments[:_FILENAME], obj.co_filename, *arguments[_FILENAME + 1 :])
-            return make, named
+            return make, tuple(obj.co_filename if a == "<dynamic-code>" else a for a in arguments)
         if REDUCERS and (reduce := REDUCERS.get(str(type(obj).__module__).partition(".")[0])):
             reduced = reduce(obj)
             if reduced is not NotImplemented:
@@ -91,16 +90,16 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-def _is_file(name: str) -> bool:
-    """Whether a module can be imported again: the notebook may have put any object among them."""
+def _is_importable(name: str) -> bool:
+    """Whether a module can be imported again: the notebook may put any object in `sys.modules`."""
     top = name.partition(".")[0]
     module = sys.modules.get(top)
-    is_module = issubclass(type(module), types.ModuleType)  # else attributes are the user's code
+    is_module = issubclass(type(module), types.ModuleType)  # other objects may compute attributes
     if is_module and type(vars(module).get("__spec__")) is importlib.machinery.ModuleSpec:
         return True
     try:
         return importlib.machinery.PathFinder.find_spec(top) is not None
-    except Exception:  # what is there under this name has an odd specification
+    except Exception:  # an object under this name with an invalid specification
         return False
 
 
@@ -132,20 +131,21 @@ def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
 
 
 def _storage_as_bytes(storage: Any) -> Any:
-    """Rebuild a tensor's memory from a copy; torch's own way makes three, and as many there.
+    """Rebuild a tensor's memory from one copy. torch makes three copies here, and three there.
 
-    And it cannot rebuild that of float8 or uint16, which has no type (torch 2.13).
+    torch also cannot rebuild memory of float8 or uint16, which has no typed storage (torch 2.13).
     """
-    memory = getattr(storage, "_untyped_storage", storage)  # of one with a type
+    memory = getattr(storage, "_untyped_storage", storage)
     if memory.device.type != "cpu" or not memory.nbytes():
         return NotImplemented
     data = (ctypes.c_char * memory.nbytes()).from_address(memory.data_ptr())
-    # One without a type is told its own by the tensor, which asks for it in this form.
+    # The tensor gives an untyped storage its dtype, and expects it in this form.
     dtype = sys.modules["torch"].uint8 if memory is storage else storage.dtype
     return _storage_of, (pickle.PickleBuffer(data), dtype)
 
 
 def _storage_of(data: bytearray, dtype: Any) -> Any:
+    """Rebuild a storage. Results in run folders refer to this function by its name."""
     import torch
 
     memory = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
@@ -154,7 +154,10 @@ def _storage_of(data: bytearray, dtype: Any) -> Any:
 
 
 class _ReferringPickler(ResultPickler):
-    """Pickles what the notebook has as a reference to it."""
+    """Pickles what the notebook has as a reference to it.
+
+    A class of its own: `persistent_id` costs a call for each object.
+    """
 
     def __init__(self, file: io.BytesIO, shared: frozenset[type], known: Mapping[int, Any]) -> None:
         super().__init__(file, shared)
@@ -167,19 +170,19 @@ class _ReferringPickler(ResultPickler):
         return reference
 
 
-class _FindingUnpickler(pickle.Unpickler):
-    """Asks for each reference. Python 3.13.0 ignores the method as an attribute of an instance."""
+class _PartUnpickler(pickle.Unpickler):
+    """Resolves references by `get_part`. Python 3.13.0 ignores a method set on an instance."""
 
-    def __init__(self, file: IO[bytes], find: Callable[[Any], Any]) -> None:
+    def __init__(self, file: IO[bytes], get_part: Callable[[Any], Any]) -> None:
         super().__init__(file)
-        self._find = find
+        self._get_part = get_part
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._find(pid)
+        return self._get_part(pid)
 
 
 class _LimitedBuffer(io.BytesIO):
-    """Holds so many bytes at most."""
+    """Raises `ValueError` when it would hold more than `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -199,9 +202,8 @@ def dumps(
 ) -> bytes:
     """Pickle a value for the notebook.
 
-    Raises whatever its parts raise, and `ValueError` for what takes more than `limit` bytes.
-
-    Of parts that are `known`, by their id, only the reference there is sent.
+    `known` maps the ids of objects that the notebook has to references, which are sent instead.
+    Raises what parts of the value raise, and `ValueError` for more than `limit` bytes.
     """
     buffer = io.BytesIO() if limit is None else _LimitedBuffer(limit)
     pickler = _ReferringPickler(buffer, shared, known) if known else ResultPickler(buffer, shared)
@@ -209,48 +211,52 @@ def dumps(
     return buffer.getvalue()
 
 
-def loads(data: bytes, find: Callable[[Any], Any] | None = None) -> Any:
-    """Rebuild a value that `dumps` made, in the process that forked the rank or in another.
+def loads(data: bytes, get_part: Callable[[Any], Any] | None = None) -> Any:
+    """Rebuild a value that `dumps` pickled, in the process that forked the rank or in another.
 
-    `find` returns the known part that a reference stands for.
+    `get_part` returns the object for a reference.
     """
-    return load(io.BytesIO(data), find)
+    return load(io.BytesIO(data), get_part)
 
 
-def load(file: IO[bytes], find: Callable[[Any], Any] | None = None) -> Any:
+def load(file: IO[bytes], get_part: Callable[[Any], Any] | None = None) -> Any:
     """Rebuild a value from a file, as `loads` does."""
     try:
-        return (pickle.Unpickler(file) if find is None else _FindingUnpickler(file, find)).load()
+        return (_PartUnpickler(file, get_part) if get_part else pickle.Unpickler(file)).load()
     except SystemExit as error:  # as in `CodePickler.dump`
         raise RuntimeError(f"it calls sys.exit({error.code!r})") from error
 
 
 def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
-    """Pickle a rank's return value, or raise `ResultNotPicklable` naming the part in the way."""
+    """Pickle a rank's return value. Raises `ResultNotPicklable` naming the part that fails."""
     try:
         return dumps(value, shared)
     except Exception as error:  # any reducer of any class may raise anything
-        raise ResultNotPicklable(f"the function returned {_why(value, shared, error)}") from None
+        path, part = find_unpicklable(value, lambda v: dumps(v, shared))
+        subject = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
+        reason = f"a {type_name(value)} and {subject} cannot be pickled ({_describe(error)})"
+        advice = "Return numbers, tensors, a state_dict instead."
+        if type(value).__module__.startswith("torch.nn.parallel"):
+            advice = "Return accelerator.unwrap_model(model) instead."
+        elif _is_trainer(value):
+            advice = (
+                f"{FROM_TRAINER} You need not return the model. After this error, "
+                "`nbtrain.last_run().load(model)` loads its trained weights."
+            )
+        raise ResultNotPicklable(f"the function returned {reason}. {advice}") from None
 
 
 def dump_variable(value: Any, shared: frozenset[type], known: Mapping[int, Any]) -> bytes:
-    """Pickle a variable's value; what is in `known` is not copied. Raises the same."""
+    """Pickle a variable, with references to what is `known`. Raises `ResultNotPicklable`."""
     try:
         return dumps(value, shared, known)
     except Exception as error:
-        reason = f"it is a {type_name(value)} that cannot be pickled ({_text(error)})"
+        reason = f"it is a {type_name(value)} that cannot be pickled ({_describe(error)})"
         advice = FROM_TRAINER if _is_trainer(value) else ""
         raise ResultNotPicklable(f"{reason}. {advice}".rstrip()) from None
 
 
-def _why(value: Any, shared: frozenset[type], error: Exception) -> str:
-    path, part = find_unpicklable(value, lambda v: dumps(v, shared))
-    subject = "it" if path == "result" else f"`{path}`, a {type_name(part)},"
-    reason = f"{subject} cannot be pickled ({_text(error)})"
-    return f"a {type_name(value)} and {reason}. {_instead_of(value)}"
-
-
-def _text(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -258,33 +264,16 @@ def _is_trainer(value: Any) -> bool:
     return any(cls.__name__ == "Trainer" for cls in type(value).__mro__)
 
 
-def _instead_of(value: Any) -> str:
-    if type(value).__module__.startswith("torch.nn.parallel"):
-        return "Return accelerator.unwrap_model(model) instead."
-    if _is_trainer(value):
-        return (
-            f"{FROM_TRAINER} You need not return the model. After this error, "
-            "`nbtrain.last_run().load(model)` loads its trained weights."
-        )
-    return "Return numbers, tensors, a state_dict instead."
-
-
-FROM_TRAINER = (
-    "A Trainer cannot leave its rank. Return what you need of it: trainer.evaluate(), "
-    "trainer.predict(test_set) or trainer.state.log_history."
-)
-
-
 def reading_trouble(data: bytes) -> str:
-    """Return why a pickled value cannot be unpickled, in this process; "" if it can, or is large.
+    """Return why a pickled value cannot be unpickled here; "" if it can, or is too large to try.
 
-    Else it would be a success, and an error only once somebody asks for it.
+    Without this, the run would succeed and the user would meet the error when using the result.
     """
     try:
-        if len(data) <= TRIED:
+        if len(data) <= VERIFY_MAX_BYTES:
             loads(data)
-    except Exception as error:  # whatever the classes of its parts raise
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # from the classes of its parts
+        return _describe(error)
     return ""
 
 
@@ -296,11 +285,11 @@ def type_name(value: Any) -> str:
 def find_unpicklable(
     value: Any, dump: Callable[[Any], object], path: str = "result", depth: int = 6
 ) -> tuple[str, Any]:
-    """Return the path and the value of the innermost part that `dump` cannot take."""
+    """Return the path and the value of the innermost part that makes `dump` raise."""
     for name, part in _parts(value) if depth else ():
         try:
             dump(part)
-        except Exception:  # the very thing that is looked for, whatever its type
+        except Exception:  # from the part's reducer
             return find_unpicklable(part, dump, path + name, depth - 1)
     return path, value
 
@@ -316,9 +305,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         defaults = {**dict(zip(names, last, strict=True)), **(value.__kwdefaults__ or {})}
         yield from ((f"({k}=…)", v) for k, v in defaults.items())
         yield from ((f".{k}", v) for k, v in vars(value).items())
-        with contextlib.suppress(ValueError):  # a closure that is not filled yet
+        with contextlib.suppress(ValueError):  # an empty closure cell
             yield from ((f" → {k}", v) for k, v in inspect.getclosurevars(value).nonlocals.items())
-        # Those of functions inside it, too, and no names of attributes: private (2.2 to 3.1).
+        # Also those of inner functions, without names of attributes. Private (cloudpickle 2.2-3.1).
         used, known = cloudpickle.cloudpickle._extract_code_globals(code), value.__globals__
         yield from ((f" → {k}", known[k]) for k in used if known.get(k, value) is not value)
     elif isinstance(value, types.MethodType):

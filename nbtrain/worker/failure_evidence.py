@@ -38,6 +38,7 @@ from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
 from ..transport import exceptions
+from ..transport.limits import MAX_EXCEPTION_CHARS
 from . import limits
 from .observers.evidence.work_sample import begun_in, is_in_group
 
@@ -120,7 +121,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _text(error: BaseException) -> str:
-    texts = ((type(link).__name__, str(link)[: exceptions.LONGEST]) for link in _chain(error))
+    texts = ((type(link).__name__, str(link)[:MAX_EXCEPTION_CHARS]) for link in _chain(error))
     return "\n".join(map(": ".join, texts))
 
 
@@ -129,7 +130,7 @@ def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
     workers: list[Any] = next((w for o in loaders if (w := getattr(o, "_workers", None))), [])
-    message = f"{type(error).__name__}: {str(error)[: exceptions.LONGEST]}"
+    message = f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_CHARS]}"
     if "Caught " in message or not (
         "DataLoader worker" in message or isinstance(error, (ConnectionError, EOFError))
     ):

@@ -13,7 +13,13 @@ import pytest
 
 import nbtrain
 from nbtrain.transport import channel
-from nbtrain.transport.channel import Channel, Listener, connect, memory_file, written
+from nbtrain.transport.channel import (
+    Channel,
+    Listener,
+    connect,
+    fill_memory_file,
+    memory_file,
+)
 
 
 @pytest.fixture(params=["files", "bytes"])
@@ -36,7 +42,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
 
 def test_messages_arrive_in_order_with_their_data(pair: tuple[Channel, Channel]) -> None:
     here, there = pair
-    with written(lambda file: file.write(b"x" * 100_000)) as file:
+    with fill_memory_file(lambda file: file.write(b"x" * 100_000)) as file:
         here.send({"do": "run"}, file.fileno())
     here.send({"do": "stop"})
     message, data = there.receive()
@@ -57,7 +63,7 @@ def test_a_long_message_arrives_whole(pair: tuple[Channel, Channel]) -> None:
     sender.join()
 
 
-def test_the_end_of_the_other_side_is_told(pair: tuple[Channel, Channel]) -> None:
+def test_a_closed_channel_raises_at_the_other_end(pair: tuple[Channel, Channel]) -> None:
     here, there = pair
     here.close()
     with pytest.raises(EOFError):
@@ -72,9 +78,10 @@ def test_the_end_of_the_other_side_is_told(pair: tuple[Channel, Channel]) -> Non
     here.close()
 
 
-def test_what_is_no_message_is_not_read_into_memory() -> None:
+@pytest.mark.parametrize("size", [1 << 31, 1 << 20])
+def test_a_message_that_is_too_long_for_an_unknown_sender_is_not_read(size: int) -> None:
     one, other = socket.socketpair()
-    one.sendall(struct.pack("!IQ", 1 << 31, 0) + b"{")
+    one.sendall(struct.pack("!IQ", size, 0) + b"{")
     with pytest.raises(EOFError, match="bytes"):
         Channel(other).receive()
     one.close()
@@ -97,11 +104,11 @@ def test_a_listener_hands_out_connections(tmp_path: Path) -> None:
         connect(listener.address)
 
 
-def test_who_is_not_trusted_yet_sends_no_data() -> None:
+def test_an_unknown_sender_cannot_send_data() -> None:
     listener = Listener("127.0.0.1")
     there, here = connect(listener.address), listener.accept(5)
     assert here is not None
-    with written(lambda file: file.write(b"x" * 100)) as file:
+    with fill_memory_file(lambda file: file.write(b"x" * 100)) as file:
         there.send({"secret": "a guess"}, file.fileno())
     with pytest.raises(EOFError, match="bytes"):
         here.receive()
@@ -109,17 +116,11 @@ def test_who_is_not_trusted_yet_sends_no_data() -> None:
         end.close()
 
 
-def test_who_is_not_known_has_seconds_for_a_message_and_little_room(
+def test_an_unknown_sender_has_seconds_for_its_first_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = socket.socketpair()
-    one.sendall(struct.pack("!IQ", 1 << 20, 0) + b"{")
-    with pytest.raises(EOFError, match="bytes"):
-        Channel(other).receive()
-    one.close()
-    other.close()
-    one, other = socket.socketpair()
-    monkeypatch.setattr(channel, "HELLO", 0.2)
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.2)
     is_over = threading.Event()
 
     def send_bit_by_bit() -> None:
@@ -137,7 +138,7 @@ def test_who_is_not_known_has_seconds_for_a_message_and_little_room(
     other.close()
 
 
-def test_where_files_in_memory_are_forbidden_a_temporary_one_does(
+def test_a_temporary_file_replaces_a_forbidden_memory_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forbidden(_name: str) -> int:

@@ -21,6 +21,7 @@ from nbtrain.errors import RankError
 from nbtrain.hangs.failures import Failure, describe_returncode, find_cause, to_exception
 from nbtrain.system import source_files
 from nbtrain.transport import exceptions, result_pickler
+from nbtrain.transport.limits import MAX_EXCEPTION_BYTES
 
 
 def raised(function: object) -> BaseException:
@@ -176,24 +177,48 @@ def test_a_death_becomes_rank_died() -> None:
 
 
 class TwoArguments(Exception):
+    """Its ``__init__`` takes other arguments than `args`."""
+
     def __init__(self, step: int, loss: float) -> None:
         super().__init__(f"loss {loss} at {step}")
         self.step = step
 
 
-def test_a_class_whose_init_differs_from_its_args_keeps_its_type() -> None:
-    back = round_trip(TwoArguments(3, 0.5))
-    assert isinstance(back, TwoArguments)
-    assert (str(back), back.step) == ("loss 0.5 at 3", 3)
-
-
 class Doubling(Exception):
+    """Calling its class with its `args` would make the message twice."""
+
     def __init__(self, code: object) -> None:
         super().__init__(f"code {code}")
 
 
-def test_a_message_is_not_made_twice() -> None:
-    assert str(round_trip(Doubling(5))) == "code 5"
+class Leaves(Exception):
+    """Unpickling it would end the process."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return sys.exit, (3,)
+
+
+def with_odd_notes() -> ValueError:
+    error = ValueError("x")
+    error.__notes__ = 5  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (TwoArguments(3, 0.5), "loss 0.5 at 3"),
+        (Doubling(5), "code 5"),
+        (Leaves("bye"), "bye"),
+        (with_odd_notes(), "x"),
+    ],
+)
+def test_an_odd_exception_keeps_its_type_its_message_and_its_attributes(
+    error: Exception, text: str
+) -> None:
+    back = round_trip(error)
+    assert (type(back), str(back)) == (type(error), text)
+    assert getattr(back, "step", None) == getattr(error, "step", None)
 
 
 def test_a_long_chain_costs_in_proportion() -> None:
@@ -214,12 +239,6 @@ def test_a_long_chain_costs_in_proportion() -> None:
     assert depth == 18
 
 
-def test_odd_notes_do_no_harm() -> None:
-    error = ValueError("x")
-    error.__notes__ = 5  # type: ignore[attr-defined]
-    assert isinstance(round_trip(error), ValueError)
-
-
 class Locked(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -229,7 +248,7 @@ class Locked(Exception):
 class Large(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.batch, self.step = bytearray(exceptions.LARGEST + 1), 3
+        self.batch, self.step = bytearray(MAX_EXCEPTION_BYTES + 1), 3
 
 
 @pytest.mark.parametrize("kind", [Locked, Large])
@@ -240,16 +259,6 @@ def test_what_cannot_be_copied_of_an_exception_stays_and_the_rest_arrives(
     assert (type(back), str(back), back.step) == (kind, "at step 3", 3)
     (attribute,) = {"lock", "batch"} & {note.split("`")[1] for note in back.__notes__}
     assert not hasattr(back, attribute)
-
-
-class Leaves(Exception):
-    def __reduce__(self) -> tuple[object, ...]:
-        return sys.exit, (3,)
-
-
-def test_an_exception_that_ends_who_rebuilds_it_arrives_all_the_same() -> None:
-    back = round_trip(Leaves("bye"))
-    assert (type(back), str(back)) == (Leaves, "bye")
 
 
 def test_a_class_that_only_a_rank_can_build_is_named_with_its_message() -> None:

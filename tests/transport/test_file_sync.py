@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from nbtrain.transport import file_sync
-from nbtrain.transport.file_sync import BATCH, PART, FileCopies, appended
+from nbtrain.transport.file_sync import FileCopies, read_appended
+from nbtrain.transport.limits import CHUNK_BYTES, COPY_BATCH_BYTES
 
 
 @pytest.fixture
@@ -35,17 +36,17 @@ def write(path: Path, data: bytes) -> None:
 
 def test_what_was_appended_is_copied_once_and_in_order(there: Path, here: Path) -> None:
     copy = FileCopies(here, ["a", "b", "absent"])
-    assert appended(there, copy.have) == {}
+    assert read_appended(there, copy.have) == {}
     write(there / "a", b"one\n")
-    first = appended(there, copy.have)
+    first = read_appended(there, copy.have)
     assert first == {"a": (0, b"one\n")}
     assert copy.add(first)
     write(there / "a", b"two\n")
     write(there / "b", b"three\n")
     write(there / "other", b"not asked for\n")
-    assert copy.add(appended(there, copy.have))
+    assert copy.add(read_appended(there, copy.have))
     assert not copy.add(first)
-    assert appended(there, copy.have) == {}
+    assert read_appended(there, copy.have) == {}
     assert (here / "a").read_bytes() == b"one\ntwo\n"
     assert sorted(os.listdir(here)) == ["a", "b"]
 
@@ -69,7 +70,7 @@ def test_another_attempt_goes_on_behind_what_the_one_before_left(there: Path, he
     copy = FileCopies(here, ["a", "b", "c", "d"])
     for name in copy.have:
         write(there / name, b'{"attempt": 2}\n')
-    assert copy.add(appended(there, copy.have))
+    assert copy.add(read_appended(there, copy.have))
     assert (here / "a").read_bytes() == b'{"attempt": 1}\n{"attempt": 2}\n'
     assert (here / "b").read_bytes().endswith(b'{"its node was lo\n{"attempt": 2}\n')
     assert (here / "c").read_bytes() == (here / "d").read_bytes() == b'{"attempt": 2}\n'
@@ -85,17 +86,17 @@ def test_files_that_lack_bytes_are_named(here: Path) -> None:
 def test_a_batch_is_limited_and_each_file_has_its_share(there: Path, here: Path) -> None:
     names = [f"log-{i}" for i in range(20)]
     for name in names:
-        write(there / name, bytes(2 * PART))
-    parts_read = appended(there, dict.fromkeys(names, 0))
+        write(there / name, bytes(2 * CHUNK_BYTES))
+    parts_read = read_appended(there, dict.fromkeys(names, 0))
     assert sorted(parts_read) == sorted(names)
-    assert sum(len(data) for _, data in parts_read.values()) <= BATCH
+    assert sum(len(data) for _, data in parts_read.values()) <= COPY_BATCH_BYTES
     assert len({len(data) for _, data in parts_read.values()}) == 1
-    assert len(appended(there, {"log-0": 0})["log-0"][1]) == PART
+    assert len(read_appended(there, {"log-0": 0})["log-0"][1]) == CHUNK_BYTES
     copy, batches = FileCopies(here, ["log-0"]), 0
-    while copy.add(appended(there, copy.have)):
+    while copy.add(read_appended(there, copy.have)):
         batches += 1
     assert batches == 2
-    assert copy.have["log-0"] == 2 * PART
+    assert copy.have["log-0"] == 2 * CHUNK_BYTES
 
 
 @contextmanager
@@ -113,10 +114,10 @@ def test_what_a_full_disk_does_not_take_is_asked_for_again(there: Path, here: Pa
     write(there / "a", b"0123456789")
     copy = FileCopies(here, ["a"])
     with full_disk(6):
-        assert copy.add(appended(there, copy.have))
+        assert copy.add(read_appended(there, copy.have))
         assert copy.have == {"a": 6}
-        assert not copy.add(appended(there, copy.have))
-    assert copy.add(appended(there, copy.have))
+        assert not copy.add(read_appended(there, copy.have))
+    assert copy.add(read_appended(there, copy.have))
     assert (here / "a").read_bytes() == b"0123456789"
 
 
@@ -125,5 +126,5 @@ def test_a_deleted_folder_is_no_error(there: Path, here: Path) -> None:
     here.rmdir()
     assert not copy.add({"a": (0, b"x")})
     there.rmdir()
-    assert appended(there, {"a": 0}) == {}
-    assert file_sync.size(there, "a") == 0
+    assert read_appended(there, {"a": 0}) == {}
+    assert file_sync.file_size(there, "a") == 0

@@ -149,10 +149,8 @@ def test_an_accelerator_of_the_notebook_is_refused() -> None:
 def test_only_what_a_cell_reads_goes() -> None:
     source = "k = 2\ndef train(model): return helper() + k"
     namespace = {"model": 1, "helper": len, "k": threading.Lock(), "unused": threading.Lock()}
-    plan = Plan(cell.read_cell(source, "c", namespace), name="test")
-    task = payload._with_needed_names(plan).task
-    assert isinstance(task, Cell)
-    assert task.namespace == {"model": 1, "helper": len}
+    needed = payload.needed_names(cell.read_cell(source, "c", namespace))
+    assert needed == {"model": 1, "helper": len}
 
 
 def test_a_weight_on_a_device_is_named() -> None:
@@ -162,7 +160,7 @@ def test_a_weight_on_a_device_is_named() -> None:
         device = torch.device("cuda", 1)  # type: ignore[assignment]
 
     with pytest.raises(TypeError, match="it is on cuda:1"):
-        payload.refuse_what_belongs_to_one_process(Elsewhere())
+        payload.check_can_leave_process(Elsewhere())
 
 
 def test_a_plan_that_cannot_go_leaves_nothing_open() -> None:

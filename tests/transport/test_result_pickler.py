@@ -59,14 +59,15 @@ class _Inner:
         (_Inner(), r"result\.lock"),
         ([{"x": _Inner()}], r"result\[0\]\['x'\]\.lock"),
         ((i for i in range(3)), "it cannot"),
+        ((lambda lock: lambda: lock)(threading.Lock()), "result → lock"),
     ],
 )
-def test_the_part_that_cannot_travel_is_named(value: Any, path: str) -> None:
+def test_the_part_that_cannot_be_pickled_is_named(value: Any, path: str) -> None:
     with pytest.raises(ResultNotPicklable, match=path):
         result_pickler.dump_result(value)
 
 
-def test_of_a_trainer_what_can_travel_is_named() -> None:
+def test_what_can_be_returned_of_a_trainer_is_named() -> None:
     class Trainer:
         lock = property(lambda self: None)
 
@@ -82,12 +83,6 @@ def test_of_a_trainer_what_can_travel_is_named() -> None:
     ):
         with pytest.raises(ResultNotPicklable, match=r"trainer\.state\.log_history"):
             dump(OwnTrainer())
-
-
-def test_a_closures_captured_lock_is_named() -> None:
-    lock = threading.Lock()
-    with pytest.raises(ResultNotPicklable, match="result → lock"):
-        result_pickler.dump_result(lambda: lock)
 
 
 def test_a_tensor_elsewhere_arrives_on_the_cpu() -> None:

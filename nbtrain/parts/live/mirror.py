@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...tracking.run_folder import RunFolder
-from ...transport.channel import Channel, written
-from ...transport.file_sync import appended
+from ...transport.channel import Channel, fill_memory_file
+from ...transport.file_sync import read_appended
 
 PAUSE = 0.05
 """Seconds between two looks at files that grow."""
@@ -46,9 +46,9 @@ def mirrored(channel: Channel, task: int, place: str, rank: int) -> Iterator[Run
 
 
 def _send_growth(channel: Channel, task: int, folder: RunFolder, have: dict[str, int]) -> bool:
-    parts = appended(folder.path, have)
+    parts = read_appended(folder.path, have)
     for name, (offset, data) in parts.items():
-        with written(lambda file, data=data: file.write(data)) as file:  # type: ignore[misc]
+        with fill_memory_file(lambda file, data=data: file.write(data)) as file:  # type: ignore[misc]
             channel.send({"file": name, "task": task, "grows": True}, file.fileno())
         have[name] = offset + len(data)
     return bool(parts)

@@ -26,12 +26,13 @@ from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
 from ...transport.channel import Address, Channel, connect
-from ...transport.weights import parts
+from ...transport.weights.model_parts import find_parts
 from ...worker import api, checkpoints, hooks, main, stopping
 from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import failing_plan, run_task
 from . import mirror, values
 from .groups import ProcessGroups
+from .model_state import layout, load_state, select_stateful
 from .reloaded_modules import reload_modules
 
 PATIENCE = 0.3
@@ -258,23 +259,19 @@ class LiveRank:
 
     def _put(self, message: Message, data: int | None) -> Message:
         assert data is not None
-        known = parts.with_state(self._namespace)
-        replaced = parts.parts({n: known[n] for n in message["sent"] if n in known})
+        known = select_stateful(self._namespace)
+        replaced = find_parts({n: known[n] for n in message["sent"] if n in known})
         others = {n: value for n, value in known.items() if n not in message["sent"]}
-        stale = [
-            n for n, v in others.items() if not replaced.keys().isdisjoint(parts.parts({n: v}))
-        ]
+        stale = [n for n, v in others.items() if not replaced.keys().isdisjoint(find_parts({n: v}))]
         self._plan(message, data)
         for name, state in self._namespace.pop(payload.STATES, {}).items():
-            parts.load_state(self._namespace[name], state)
+            load_state(self._namespace[name], state)
         return {"stale": stale, **self.new_names()}
 
     def _layouts(self, message: Message, _data: int | None) -> Message:
-        known = parts.with_state(self._namespace)
+        known = select_stateful(self._namespace)
         models = {name: value for name, value in known.items() if is_model(value)}
-        layouts = {
-            n: parts.layout(known[n], models) if n in known else None for n in message["names"]
-        }
+        layouts = {n: layout(known[n], models) if n in known else None for n in message["names"]}
         return {"layouts": layouts}
 
     def _describe(self, _message: Message, _data: int | None) -> Message:

@@ -13,11 +13,10 @@ from ...errors import NbtrainError
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
 from ...transport import result_pickler
-from ...transport.channel import written
-from ...transport.weights import parts
-from ...transport.weights.fingerprints import fingerprints
-from ...transport.weights.weights import is_sharded
-from ...transport.weights.wrappers import unwrapped
+from ...transport.channel import fill_memory_file
+from ...transport.weights.model_parts import Part, find_parts, is_sharded, unwrap
+from ...transport.weights.tensors import fingerprints
+from .model_state import select_stateful, shapes
 
 _DULL = (ModuleType, FunctionType, type)
 _SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")
@@ -41,17 +40,17 @@ def packed(
     if missing:
         raise NbtrainError(f"there is no variable `{missing[0]}`")
     values: dict[str, tuple[bytes | None, str]] = {}
-    known = parts.parts({name: namespace[name] for name in pulled})
-    own = parts.with_state(namespace)
-    same = {n: own[n] for n, known in has.items() if n in own and parts.shapes(own[n]) == known}
-    there, every = parts.parts(same), parts.parts(own)
-    for name in sorted(names, key=lambda name: _order(unwrapped(namespace[name]))):
+    known = find_parts({name: namespace[name] for name in pulled})
+    own = select_stateful(namespace)
+    same = {n: own[n] for n, known in has.items() if n in own and shapes(own[n]) == known}
+    there, every = find_parts(same), find_parts(own)
+    for name in sorted(names, key=lambda name: _order(unwrap(namespace[name]))):
         try:
-            value = unwrapped(namespace[name])
+            value = unwrap(namespace[name])
             refers = {**there, **known} if _order(value) in (1, 2) else known
             refers = {i: part for i, part in refers.items() if part[0] != name}
             if limit is None and _order(value) in (1, 2):
-                steps = parts.parts({name: value})
+                steps = find_parts({name: value})
                 if lost := [every[i][0] for i in steps if _is_lost(i, refers, every)]:
                     raise NbtrainError(f"it trains `{lost[0]}`: pull that, too")
             if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
@@ -59,15 +58,15 @@ def packed(
                     "it is sharded over the ranks; %nbtrain pull copies a whole model"
                 )
             values[name] = (result_pickler.dumps(value, known=refers, limit=limit), "")
-            known = {**parts.parts({name: value}), **known}
+            known = {**find_parts({name: value}), **known}
         except Exception as error:  # any reducer of any class may raise anything
             about = _about(namespace[name])
             kind = (about["type"], about.get("shape", ""), about.get("dtype", ""))
             values[name] = (None, f"{' '.join(filter(None, map(str, kind)))}: {error}")
-    return written(lambda file: pickle.dump(values, file, protocol=5))
+    return fill_memory_file(lambda file: pickle.dump(values, file, protocol=5))
 
 
-def _is_lost(key: int, refers: Mapping[int, parts.Part], every: Mapping[int, parts.Part]) -> bool:
+def _is_lost(key: int, refers: Mapping[int, Part], every: Mapping[int, Part]) -> bool:
     """Whether a part belongs to a model of the rank's that the notebook has not got."""
     return key not in refers and every[key][1] == "tensor"
 

@@ -11,18 +11,9 @@ from typing import Any, Protocol
 from ...errors import NbtrainError, PlanError
 from ...planning.task_values import is_model
 from ...transport import payload, result_pickler
-from ...transport.weights.parts import (
-    Part,
-    classes,
-    find,
-    layout,
-    load_state,
-    parts,
-    shapes,
-    state,
-    with_state,
-)
+from ...transport.weights.model_parts import Part, find_parts, get_part
 from .engine import Message
+from .model_state import classes, dump_state, layout, load_state, select_stateful, shapes
 from .snapshot import Snapshot
 
 
@@ -64,7 +55,7 @@ class Variables:
         What they refer to of what is `pulled` is the notebook's `own`. A value of more than `limit`
         bytes is not sent.
         """
-        has = {name: shapes(value) for name, value in with_state(own or {}).items()}
+        has = {name: shapes(value) for name, value in select_stateful(own or {}).items()}
         message = {"do": "get", "names": names, "limit": limit, "has": has, "pulled": pulled}
         answers = self._ask(ranks, message)
         fetched = {}
@@ -74,7 +65,7 @@ class Variables:
                 packed = pickle.load(file)
             known = dict(own or {})
             for name, (data, reason) in packed.items():
-                known[name] = _value(data, reason, functools.partial(find, values=known))
+                known[name] = _value(data, reason, functools.partial(get_part, values=known))
             fetched[rank] = {name: known[name] for name in names}
         return fetched
 
@@ -87,7 +78,7 @@ class Variables:
         sent = {**{name: own[name] for name in names}, **values}
         alike = self._alike(sent, ranks)
         new = {name: value for name, value in sent.items() if name not in alike}
-        states = {name: state(value) for name, value in alike.items()}
+        states = {name: dump_state(value) for name, value in alike.items()}
         there = self.parts_there(new, list(self.names), alike)
         packed = payload.pack_values(new, states, there)
         try:
@@ -108,7 +99,7 @@ class Variables:
         """Return those of the notebook's models and optimizers that all ranks can load in place."""
         known = {
             name: value
-            for name, value in with_state(values).items()
+            for name, value in select_stateful(values).items()
             if self._have(name, self.names) and all(map(self._know_class, classes(value)))
         }
         if not known:
@@ -135,13 +126,13 @@ class Variables:
 
         Those of `alike` become the same. Raises `PlanError` for an optimizer of another model.
         """
-        known = {n: v for n, v in with_state(notebook()).items() if n not in sent}
+        known = {n: v for n, v in select_stateful(notebook()).items() if n not in sent}
         has = {n: v for n, v in known.items() if self._have(n, ranks)}
         same = {n: v for n, v in has.items() if n in (alike or ()) or self.snapshot.is_same(n, v)}
-        there = parts({**same, **(alike or {})})
-        others = parts({name: value for name, value in has.items() if name not in same})
+        there = find_parts({**same, **(alike or {})})
+        others = find_parts({name: value for name, value in has.items() if name not in same})
         for name, value in sent.items():
-            for part in parts({name: value} if not is_model(value) else {}):
+            for part in find_parts({name: value} if not is_model(value) else {}):
                 if part in others and part not in there:
                     model = others[part][0]
                     raise PlanError(
@@ -162,7 +153,7 @@ class Variables:
         need it. None: a copy of the rank's is loaded into the notebook's.
         """
         own = notebook()
-        known = with_state({name: own.get(name) for name in names})
+        known = select_stateful({name: own.get(name) for name in names})
         if known and in_place is not None:
             in_place(list(known), own)
         elif known:
@@ -185,7 +176,7 @@ class Variables:
                     f"ranks[{name!r}][{rank}] returns a copy, if it is small"
                 )
         for name, value in fetched.items():
-            load_state(known[name], state(value))
+            load_state(known[name], dump_state(value))
 
     def _sent(
         self,

@@ -40,7 +40,7 @@ from ...tracking.event_log import EventWriter
 from ...tracking.resource_sampler import Sampler
 from ...tracking.run_folder import RunFolder
 from ...transport import payload
-from ...transport.file_sync import appended, size
+from ...transport.file_sync import file_size, read_appended
 from ...transport.job import Job
 
 TICK = 0.02
@@ -279,7 +279,7 @@ class NodeRanks:
         if code == -signal.SIGKILL and rank not in self._killed and not cause.text:
             cause = self._oom_kills.explain_sigkill(node=self._order.name)
         names = (*growing_files(rank), node_events(self._order.world.node))
-        sizes = {name: size(self.folder.path, name) for name in names}
+        sizes = {name: file_size(self.folder.path, name) for name in names}
         verdict, files = "failed" if code is None else "", tuple(self.folder.list_results(rank))
         return RankExit(rank, code, ended.time, cause.text, verdict, cause.code, files, sizes)
 
@@ -292,7 +292,7 @@ class NodeRanks:
     def read(self, have: Mapping[str, int], patience: float) -> dict[str, tuple[int, bytes]]:
         """Return the bytes of files beyond those they `have`; wait for any up to `patience` s."""
         deadline = time.monotonic() + patience
-        while not (parts := appended(self.folder.path, have)) and time.monotonic() < deadline:
+        while not (parts := read_appended(self.folder.path, have)) and time.monotonic() < deadline:
             time.sleep(_LOOK)
         return parts
 

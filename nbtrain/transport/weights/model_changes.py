@@ -1,99 +1,207 @@
-"""Finds changes of a model that the notebook's model cannot take, and the line that helps.
+"""Finds what a rank changed in a model beside its values, and repeats it in the notebook.
 
-The notebook's model has the tensors that the rank's had when the task began. The tensors of another
-head or of resized embeddings have no place there, whatever was trained. A model that has been
-changed alike takes them, by `Run.load`.
+PEFT's adapters are repeated. `get_peft_model`, and what calls it (TRL's `SFTTrainer(model,
+peft_config=...)`), replaces layers of the model that it is given, and renames tensors. PEFT puts
+the same layers into the notebook's model, around its tensors, and the file fills them.
+
+Other changes are reported: the tensors of another head or of resized embeddings have no place in
+the notebook's model. A model that the user changes in the same way can take them, by `Run.load`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import sys
+import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from ...errors import NbtrainError
 from ...findings import Finding
-from . import weights
-from .adapters import Adapter, adapters, identity
-from .tensor_kinds import is_lazy, shape_of
-from .wrappers import plain_parts
+from .model_parts import named_tensors, plain_parts, transient_names
+from .tensors import is_lazy, shape_of
+
+if TYPE_CHECKING:
+    import torch
+
+_TRANSFORMERS_MARK = "_hf_peft_config_loaded"
+"""Private: how transformers (4.38 to 5) knows that a model has adapters by its `add_adapter`."""
+
+Adapter = Mapping[str, Any]
+"""An adapter as JSON: the ``path`` of its part, its ``name``, its ``config`` and its state."""
+
+
+def find_adapters(module: torch.nn.Module) -> list[Adapter]:
+    """Return the adapters whose layers are in a module and that `insert_adapters` can add."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    tuners: Any = getattr(sys.modules.get("peft.mapping"), "PEFT_TYPE_TO_TUNER_MAPPING", {})
+    adapters = list[Adapter]()
+    for path, part in plain_parts(module).items() if peft is not None else ():
+        configs = vars(part).get("peft_config")
+        layers = [each for each in part.modules() if isinstance(each, peft.BaseTunerLayer)]
+        if isinstance(part, peft.BaseTuner) or not isinstance(configs, dict) or not layers:
+            continue
+        state = {
+            "active": [*layers[0].active_adapters],
+            "merged": [*layers[0].merged_adapters],
+            "enabled": not layers[0].disable_adapters,
+            "of_transformers": bool(vars(part).get(_TRANSFORMERS_MARK)),
+        }
+        for name, config in configs.items():
+            with contextlib.suppress(Exception):  # a config of the user's own
+                if getattr(tuners.get(config.peft_type), "uses_shared_state", False):
+                    continue
+                text = json.dumps(config.to_dict(), default=sorted)  # JSON has no sets
+                adapters.append({"path": path, "name": name, "config": json.loads(text), **state})
+    return adapters
+
+
+def insert_adapters(module: torch.nn.Module, adapters: Collection[Adapter]) -> None:
+    """Have PEFT put adapters into a module, in place. Their tensors still have to be filled.
+
+    Raises `NbtrainError` if PEFT cannot.
+    """
+    import torch
+
+    before = {id(part) for part in module.modules()}
+    try:
+        peft: Any = importlib.import_module("peft")
+        layer_type = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the rank has shown them
+            for adapter in adapters:
+                part = plain_parts(module)[adapter["path"]]
+                config = peft.PeftConfig.from_peft_type(**adapter["config"])
+                start = getattr(config, "init_lora_weights", None)
+                if isinstance(start, str):  # a decomposition, or one that needs data
+                    config.init_lora_weights = True
+                peft.inject_adapter_in_model(config, part, adapter["name"])
+                if isinstance(start, str):
+                    config.init_lora_weights = start
+        for adapter in adapters:
+            part = plain_parts(module)[adapter["path"]]
+            for layer in part.modules():
+                if isinstance(layer, layer_type):
+                    if layer.active_adapters != adapter["active"]:
+                        layer.set_adapter(adapter["active"])
+                    layer.merged_adapters = [*adapter["merged"]]
+                    if not adapter["enabled"]:
+                        layer.enable_adapters(False)
+            if adapter.get("of_transformers"):
+                setattr(part, _TRANSFORMERS_MARK, True)
+    except Exception as error:  # PEFT raises many types for a model that it cannot change
+        reason = f"{type(error).__name__}: {error}"
+        raise NbtrainError(f"PEFT cannot put the run's adapter into it ({reason})") from error
+    for part in module.modules():
+        if id(part) not in before:
+            part.training = module.training
+
+
+@contextlib.contextmanager
+def restore_structure(module: torch.nn.Module, *, is_trial: bool) -> Iterator[None]:
+    """Undo changes to a module's parts and tensors when the block ends.
+
+    Without `is_trial`, only if an exception ends the block.
+    """
+    containers = (dict, OrderedDict, set, list)
+    parts = [(part, type(part), dict(vars(part))) for part in module.modules()]
+    inside = {id(v): v for _, _, own in parts for v in own.values() if type(v) in containers}
+    copies = [(value, value.copy()) for value in inside.values()]
+    tensors = [(p, p.data, p.requires_grad) for p in module.parameters()]
+    undoes = True
+    try:
+        yield
+        undoes = is_trial
+    finally:
+        if undoes:
+            for part, cls, own in parts:
+                part.__class__ = cls
+                vars(part).clear()
+                vars(part).update(own)
+            for value, copy in copies:
+                value.clear()
+                value.extend(copy) if type(value) is list else value.update(copy)
+            for parameter, data, requires_grad in tensors:
+                parameter.data = data
+                parameter.requires_grad_(requires_grad)
 
 
 class ModelAtStart:
-    """What a model was when the task began. Keeps none of its tensors alive.
+    """The tensors and parts that a model had when the task began. Keeps no tensor alive.
 
-    Of a live rank's model, nobody knows which adapters the notebook's has.
+    For a live rank's model, every adapter counts as new: which of them the notebook's model has is
+    unknown.
     """
 
     def __init__(self, model: Any, variable: str, is_live: bool = False) -> None:
         self._variable = variable
-        self._adapters = [] if is_live else [*map(identity, adapters(model))]
-        tensors = weights.named_tensors(model)
+        self._adapters = [] if is_live else [*map(_identity, find_adapters(model))]
+        tensors = named_tensors(model)
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
         self._kinds = {name: (_shape(t), t.dtype) for name, t in tensors.items()}
-        self._caches = weights.transient_names(model)
-        self._classes = {path: type(part) for path, part in plain_parts(model).items()}
+        self._caches = transient_names(model)
+        self._paths = {*plain_parts(model)}
 
     def new_adapters(self, model: Any) -> list[Adapter]:
-        """Return the adapters that PEFT has put into the model since, which it can do again."""
-        found = [each for each in adapters(model) if each["path"] in self._classes]
-        return [each for each in found if identity(each) not in self._adapters]
+        """Return the adapters that PEFT has added since then, and that it can add again."""
+        known = [each for each in find_adapters(model) if each["path"] in self._paths]
+        return [each for each in known if _identity(each) not in self._adapters]
 
-    def renamed(self, before: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return values of tensors by the names that these have now.
+    def rename(self, by_name: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Return values that belong to tensors, by the names that the tensors have now.
 
-        A layer that PEFT puts into another one has the same tensors as before.
+        A layer that PEFT puts into another one keeps its tensors, under longer names.
         """
-        names = self._old_names(model)
+        names = self._earlier_names(model)
         moved = {old for new, old in names.items() if new != old}
-        rest = {name: value for name, value in before.items() if name not in moved}
-        return rest | {new: before[old] for new, old in names.items() if old in before}
+        rest = {name: value for name, value in by_name.items() if name not in moved}
+        return rest | {new: by_name[old] for new, old in names.items() if old in by_name}
 
-    def _old_names(self, model: Any) -> dict[str, str]:
-        """Return the earlier name of each tensor that the model had already."""
-        living = {name: ref() for name, ref in self._tensors.items()}
-        old = {id(tensor): name for name, tensor in living.items() if tensor is not None}
-        tensors = weights.named_tensors(model)
+    def _earlier_names(self, model: Any) -> dict[str, str]:
+        """Return, by its name now, the earlier name of each tensor that the model already had."""
+        alive = {name: ref() for name, ref in self._tensors.items()}
+        old = {id(tensor): name for name, tensor in alive.items() if tensor is not None}
+        tensors = named_tensors(model)
         return {
-            new: new if living.get(new) is tensor else old[id(tensor)]
+            new: new if alive.get(new) is tensor else old[id(tensor)]
             for new, tensor in tensors.items()
             if id(tensor) in old
         }
 
-    def change(self, model: Any) -> Finding | None:
-        """Return what the notebook's model cannot take over; None if it can take all of it."""
-        tensors, kinds = weights.named_tensors(model), self._kinds
-        optional = self._caches | weights.transient_names(model)
-        here = {*tensors, *self._old_names(model).values()}
+    def find_change(self, model: Any) -> Finding | None:
+        """Return what the notebook's model cannot take over; None if it can take everything."""
+        tensors, kinds = named_tensors(model), self._kinds
+        optional = self._caches | transient_names(model)
+        here = {*tensors, *self._earlier_names(model).values()}
         both = {n: t for n, t in tensors.items() if n in kinds and n not in optional}
         other = [n for n, t in both.items() if not _fits(t, kinds[n])]
         gone = [n for n in kinds if n not in here]
         new = [] if self.new_adapters(model) else [n for n in tensors if n not in kinds]
         names = [n for n in (*other, *gone, *new) if n not in optional]
         if not names:
-            return self._rounding(both)
+            return self._find_rounding(both)
         text = (
             f"the run changes more than the values of `{self._variable}`: "
-            f"{self._difference(names[0], tensors)}. If the run ends like this, the "
+            f"{self._describe_difference(names[0], tensors)}. If the run ends like this, the "
             f"notebook's `{self._variable}` is not updated."
         )
-        steps = (
-            _resizing(model, names, self._variable)
-            or _quantizing(model, names, self._variable)
-            or _observing(names, kinds, self._variable)
-            or _replacing(model, names, self._variable, self._classes)
-        )
-        return Finding("changed-model", text, self._remedy(steps))
+        step = _resize_call(model, names, tensors, self._variable)
+        return Finding("changed-model", text, self._remedy(step))
 
-    def _remedy(self, steps: Sequence[str]) -> str:
+    def _remedy(self, step: str) -> str:
         line = f"nbtrain.last_run().load({self._variable})"
-        if steps:
-            return f"After the run, `{'; '.join([*steps, line])}` loads the trained weights."
+        if step:
+            return f"After the run, `{step}; {line}` loads the trained weights."
         return (
             f"After the run, change the notebook's `{self._variable}` in the same way: "
             f"`{line}` then loads the trained weights."
         )
 
-    def _difference(self, name: str, tensors: Mapping[str, Any]) -> str:
+    def _describe_difference(self, name: str, tensors: Mapping[str, Any]) -> str:
         if name not in tensors:
             return f"it no longer has `{name}` in the ranks"
         if name not in self._kinds:
@@ -103,20 +211,28 @@ class ModelAtStart:
         pair = [list(now[0] or ()), list(shape or ())] if now[0] != shape else [now[1], dtype]
         return f"`{name}` is {pair[0]} in the ranks, {pair[1]} in the notebook"
 
-    def _rounding(self, tensors: Mapping[str, Any]) -> Finding | None:
-        """Return that the notebook's model has a dtype that cannot hold what is trained."""
+    def _find_rounding(self, tensors: Mapping[str, Any]) -> Finding | None:
+        """Return that the dtype of the notebook's model cannot hold the trained weights."""
+        import torch
+
         floats = {n: t.dtype for n, t in tensors.items() if t.is_floating_point()}
-        before = {n: self._kinds[n][1] for n in floats}
-        wider = [n for n, dtype in floats.items() if not _holds(before[n], dtype)]
-        if not wider:
-            return None
-        text = (
-            f"`{self._variable}` is trained in {floats[wider[0]]} and is {before[wider[0]]} in the "
-            "notebook, so the notebook gets rounded weights."
-        )
-        one = len({*floats.values()}) == 1
-        step = [f"{self._variable}.to({floats[wider[0]]})"] if one else []
-        return Finding("rounded-model", text, self._remedy(step))
+        for name, dtype in floats.items():
+            before = self._kinds[name][1]
+            here, there = torch.finfo(before), torch.finfo(dtype)
+            if before != dtype and (here.eps > there.eps or here.max < there.max):
+                text = (
+                    f"`{self._variable}` is trained in {dtype} and is {before} in the notebook, so "
+                    "the notebook gets rounded weights."
+                )
+                one = len({*floats.values()}) == 1
+                step = f"{self._variable}.to({dtype})" if one else ""
+                return Finding("rounded-model", text, self._remedy(step))
+        return None
+
+
+def _identity(adapter: Adapter) -> tuple[Any, ...]:
+    """Return what identifies an adapter, active or not."""
+    return adapter["path"], adapter["name"], adapter["config"]
 
 
 def _shape(tensor: Any) -> tuple[int, ...] | None:
@@ -129,93 +245,14 @@ def _fits(tensor: Any, kind: tuple[tuple[int, ...] | None, Any]) -> bool:
     return is_number and shape in (None, _shape(tensor))
 
 
-def _holds(dtype: Any, other: Any) -> bool:
-    """Whether a dtype of floats has the numbers of another one."""
-    import torch
-
-    one, two = torch.finfo(dtype), torch.finfo(other)
-    return dtype == other or (one.eps <= two.eps and one.max >= two.max)
-
-
-def _resizing(model: Any, names: Collection[str], variable: str) -> list[str]:
-    """Return the call that resizes embeddings of transformers, if nothing else is another one."""
+def _resize_call(
+    model: Any, names: Collection[str], tensors: Mapping[str, Any], variable: str
+) -> str:
+    """Return the call that resizes the embeddings of a transformers model; "" if more differs."""
     if not hasattr(type(model), "resize_token_embeddings"):
-        return []
+        return ""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     inside = {id(p) for end in ends if end is not None for p in end.parameters()}
-    tensors = weights.named_tensors(model)
     if not all(name in tensors and id(tensors[name]) in inside for name in names):
-        return []
-    return [f"{variable}.resize_token_embeddings({len(ends[0].weight)})"]
-
-
-def _quantizing(model: Any, names: Collection[str], variable: str) -> list[str]:
-    """Return the call that quantizes all linear layers, if there is nothing else that differs."""
-    parts = plain_parts(model)
-    homes = {type(parts.get(name.rpartition(".")[0])).__module__ for name in names}
-    is_left = any(type(part).__module__ == "torch.nn.modules.linear" for part in parts.values())
-    if is_left or homes != {"torch.ao.nn.quantized.dynamic.modules.linear"}:
-        return []
-    kinds = "{torch.nn.Linear}"
-    return [f"torch.ao.quantization.quantize_dynamic({variable}, {kinds}, inplace=True)"]
-
-
-def _observing(names: Collection[str], kinds: Collection[str], variable: str) -> list[str]:
-    """Return what gives the observers of weights their shape, if nothing else differs.
-
-    Those of quantization-aware training get it at the first batch, which only the ranks have seen.
-    """
-    if not all(name in kinds and "weight_fake_quant" in name.split(".") for name in names):
-        return []
-    parts = f"m in {variable}.modules() if hasattr(m, 'weight_fake_quant')"
-    return [f"[m.weight_fake_quant(m.weight) for {parts}]"]
-
-
-def _replacing(
-    model: Any, names: Collection[str], variable: str, classes: Mapping[str, type]
-) -> list[str]:
-    """Return assignments that make the layers of some tensors anew, if torch's `repr` is enough.
-
-    `classes` are those of the parts that there were before, by path.
-    """
-    parts = plain_parts(model)
-    steps = []
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        part = parts.get(path)
-        code = f"torch.nn.{part!r}"
-        above = path.rpartition(".")[0]
-        is_same = type(parts.get(above)) is classes.get(above)  # else it wraps what was there
-        is_new = path not in classes and is_same and not _is_list(parts.get(above))
-        if not path or not (path in classes or is_new) or not _makes(code, part):
-            return []
-        steps.append(f"{_expression(parts, path, variable)} = {code}")
-    return steps
-
-
-def _makes(code: str, part: Any) -> bool:
-    """Whether an expression makes a module with the same tensors, but for their numbers."""
-    import torch
-
-    if not type(part).__module__.startswith("torch.nn.modules.") or [*part.children()]:
-        return False
-    try:
-        with torch.device("meta"):
-            made = eval(code, {"torch": torch})
-    except Exception:  # a `repr` that is no code
-        return False
-    both = [weights.named_tensors(each).items() for each in (made, part)]
-    one, other = ({name: (t.shape, t.dtype) for name, t in each} for each in both)
-    return type(made) is type(part) and one == other
-
-
-def _is_list(part: Any) -> bool:
-    return hasattr(type(part), "__setitem__")
-
-
-def _expression(parts: Mapping[str, Any], path: str, variable: str) -> str:
-    above, code = "", variable
-    for name in path.split("."):
-        key = name if name.isdecimal() else repr(name)
-        code += f"[{key}]" if _is_list(parts[above]) else f".{name}"
-        above = f"{above}.{name}".lstrip(".")
-    return code
+        return ""
+    return f"{variable}.resize_token_embeddings({len(ends[0].weight)})"

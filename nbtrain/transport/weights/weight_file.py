@@ -1,7 +1,6 @@
 """Writes and reads a file of weights: safetensors' format, with all else as JSON in its header.
 
-What a file cannot hold as it is (`tensor_kinds.encoded`) is in it as bytes. The header has a
-checksum of each tensor, so that a file is checked whole before any of it is used.
+The header has a checksum of each tensor, so that a whole file is checked before any of it is used.
 """
 
 from __future__ import annotations
@@ -18,24 +17,15 @@ from typing import TYPE_CHECKING, Any
 from ...errors import NbtrainError
 from ...system.files import open_own
 from ...system.processes import boot
-from .fingerprints import checksum
-from .tensor_kinds import decoded, encoded, is_finite, is_plain, shape_of, stored_kind
+from ..limits import MAP_CHUNK_BYTES
+from .tensors import checksum, decode, encode, is_finite, is_plain, shape_of, stored_kind
 
 if TYPE_CHECKING:
     import torch
 
-MAPPED = 80 << 20
-"""Bytes of a file that are mapped at a time: they count as this process's memory.
-
-A file is opened anew after so many, which takes 0.3 ms (safetensors 0.8, a header of 60 tensors):
-to load 1 GB took 7 % longer with 32 MiB, and 3 % less, but twice the memory, with all at once.
-"""
-
-_KEY = "nbtrain"
-"""The entry of the header's metadata that nbtrain writes."""
-
-_CHECKSUM = "nbtrain-checksum"
-"""The entry with the checksum of that one."""
+_ABOUT = "nbtrain"
+_ABOUT_CHECKSUM = "nbtrain-checksum"
+"""The entries of the header that nbtrain writes: a JSON text, and its checksum."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +34,7 @@ class WeightFile:
 
     tensors: Mapping[str, torch.Tensor]
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor."""
+    """All that is not a tensor."""
 
 
 def save(content: WeightFile, path: Path) -> list[str]:
@@ -55,7 +45,7 @@ def save(content: WeightFile, path: Path) -> list[str]:
     tensors = content.tensors
     plain = {name: tensor for name, tensor in tensors.items() if is_plain(tensor)}
     stored = {
-        name: tensor.detach().contiguous() if name in plain else encoded(tensor)
+        name: tensor.detach().contiguous() if name in plain else encode(tensor)
         for name, tensor in tensors.items()
     }
     not_finite = sorted(name for name, tensor in plain.items() if not is_finite(tensor))
@@ -67,9 +57,14 @@ def save(content: WeightFile, path: Path) -> list[str]:
         "not_finite": not_finite,
     }
     text = json.dumps(about)
-    metadata = {"format": "pt", _KEY: text, _CHECKSUM: _text_checksum(text)}
+    metadata = {"format": "pt", _ABOUT: text, _ABOUT_CHECKSUM: _text_checksum(text)}
+    separate, end = {}, 0
+    for name, tensor in sorted(stored.items(), key=lambda item: item[1].data_ptr()):
+        begin = tensor.data_ptr()  # safetensors refuses tensors that overlap in memory
+        separate[_file_key(name)] = tensor.clone() if begin < end else tensor
+        end = max(end, begin + tensor.nbytes)
     try:
-        save_file({_key(name): t for name, t in _apart(stored).items()}, path, metadata)
+        save_file(separate, path, metadata)
     except SafetensorError as error:  # it has no errno, but Rust's text of one
         code = re.search(r"\(os error (\d+)\)", str(error))
         number = int(code[1]) if code else 0
@@ -77,30 +72,20 @@ def save(content: WeightFile, path: Path) -> list[str]:
     return not_finite
 
 
-def _key(name: str) -> str:
-    """Return a tensor's name in a file: the format has the metadata under one of its own."""
+def _file_key(name: str) -> str:
+    """Return a tensor's name in a file, where "__metadata__" is reserved by the format."""
     return f"{name}'" if name.startswith("__metadata__") else name
-
-
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that overlap others in memory: safetensors refuses them. Few models have any."""
-    apart, end = {}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        begin = tensor.data_ptr()
-        apart[name] = tensor.clone() if begin < end else tensor
-        end = max(end, begin + tensor.nbytes)
-    return apart
 
 
 class WeightReader:
     """An open file of weights; a context manager that closes it.
 
-    `written` is the file's `stamp` as the rank left it. Raises `NbtrainError` for a file that is
-    damaged, or is none that a run saved, and `OSError`.
+    `written` is the file's `stamp` as the rank left it. Raises `OSError`, and `NbtrainError` for a
+    file that is damaged or that no run saved.
 
-    The file is opened once, and `safe_open` reads that descriptor: meanwhile the path may name
-    another file, or none, since runs are pruned. A process that reads a mapping of a file which
-    is cut short is killed (SIGBUS). Nothing in nbtrain cuts a file of weights: it is replaced.
+    The file is opened once, and `safe_open` reads that descriptor: runs are pruned, so the path may
+    soon name another file, or be gone. A process that reads a mapping of a file that was cut short
+    is killed (SIGBUS). nbtrain never cuts a file of weights: it replaces the file.
     """
 
     def __init__(self, path: Path, written: str = "") -> None:
@@ -109,7 +94,7 @@ class WeightReader:
         try:
             self._is_as_written = written == stamp(self._descriptor) != ""
             self.about = self._read_about()
-        except BaseException:  # an interrupt, too: the caller gets nothing that it could close
+        except BaseException:  # also an interrupt: the caller never gets it, so close it here
             self.close()
             raise
 
@@ -130,65 +115,65 @@ class WeightReader:
         return list(self.about["tensors"])
 
     def shape_and_kind(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Return what a tensor was in the rank; of one that is encoded, ``sparse_coo float32``."""
+        """Return the shape and the `stored_kind` that a tensor had in the rank."""
         shape, kind = self.about["tensors"][name]
         return tuple(shape), kind
 
     def check(self) -> None:
-        """Read the whole file. Raises `NbtrainError` if a checksum is not what was written.
+        """Read the whole file. Raises `NbtrainError` if a checksum is not as it was written.
 
-        A file that nobody has written to since the rank closed it is not read for that.
+        A file that nobody has written to since the rank closed it is not read again.
         """
-        for name, tensor in () if self._is_as_written else self._stored(self.names()):
+        for name, tensor in () if self._is_as_written else self._read_stored(self.names()):
             if checksum(tensor) != self.about["checksums"][name]:
-                raise self._damaged(f"`{name}` is not what the rank wrote")
+                raise self._damage_error(f"`{name}` is not what the rank wrote")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors with their names. They are in the file's memory: copy what is kept."""
-        for name, tensor in self._stored(names):
-            yield name, decoded(tensor) if name in self.about["encoded"] else tensor
+        """Yield tensors with their names. They are mapped from the file: copy what you keep."""
+        for name, tensor in self._read_stored(names):
+            yield name, decode(tensor) if name in self.about["encoded"] else tensor
 
-    def _stored(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read_stored(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         waiting = list(names)[::-1]
         while waiting:
-            with self._mapped() as file:
+            with self._map() as file:
                 size = 0
-                while waiting and size < MAPPED:
+                while waiting and size < MAP_CHUNK_BYTES:
                     name = waiting.pop()
-                    tensor = file.get_tensor(_key(name))
+                    tensor = file.get_tensor(_file_key(name))
                     size += tensor.nbytes
                     yield name, tensor
-                del tensor  # what refers to a mapping keeps it
+                del tensor  # a reference to a mapped tensor keeps the mapping
 
-    def _mapped(self) -> Any:
+    def _map(self) -> Any:
         from safetensors import SafetensorError, safe_open
 
         try:
             return safe_open(f"/dev/fd/{self._descriptor}", framework="pt")
         except SafetensorError as error:
-            raise self._damaged(str(error)) from error
+            raise self._damage_error(str(error)) from error
 
     def _read_about(self) -> dict[str, Any]:
-        with self._mapped() as file:
+        with self._map() as file:
             metadata, names = file.metadata() or {}, set(file.keys())
-        text = metadata.get(_KEY)
+        text = metadata.get(_ABOUT)
         if text is None:
             raise NbtrainError(f"{self.path} is not a file that a run saved")
         try:
             about: dict[str, Any] = json.loads(text)
         except ValueError as error:
-            raise self._damaged(f"its header cannot be read: {error}") from error
-        if "checksums" not in about:
+            raise self._damage_error(f"its header cannot be read: {error}") from error
+        if "checksums" not in about or "state" in about:  # an optimizer's, as JSON
             raise NbtrainError(
                 f"{self.path} was written by an earlier version of nbtrain; "
                 "safetensors.torch.load_file(path) returns its tensors"
             )
-        is_whole = metadata.get(_CHECKSUM) == _text_checksum(text)
-        if not is_whole or names != {*map(_key, about["tensors"])}:
-            raise self._damaged("its header is not what the rank wrote")
+        is_whole = metadata.get(_ABOUT_CHECKSUM) == _text_checksum(text)
+        if not is_whole or names != {*map(_file_key, about["tensors"])}:
+            raise self._damage_error("its header is not what the rank wrote")
         return about
 
-    def _damaged(self, reason: str) -> NbtrainError:
+    def _damage_error(self, reason: str) -> NbtrainError:
         return NbtrainError(f"{self.path} is damaged: {reason}")
 
 
@@ -197,7 +182,10 @@ def _text_checksum(text: str) -> str:
 
 
 def stamp(file: int | Path) -> str:
-    """Return what identifies a file's content until somebody writes to it, or the host restarts."""
+    """Return a text that identifies a file's content until it is written to, or the host restarts.
+
+    Returns "" if the host's start is unknown.
+    """
     status, since = os.stat(file), boot()
-    about = (since, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
-    return " ".join(map(str, about)) if since else ""
+    parts = (since, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+    return " ".join(map(str, parts)) if since else ""

@@ -19,7 +19,7 @@ from ...planning.task_values import models as task_models
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
-from ...transport.weights.tensor_kinds import dense_parts, has_no_bytes
+from ...transport.weights.tensors import dense_parts, has_no_bytes
 from .. import limits
 from ..hooks import Observer
 

@@ -38,7 +38,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_work_sample.py",
     "test_data_loading.py",
     "telemetry.py",
-    "test_weights.py",
+    "test_state_io.py",
     "test_unsynced.py",
     "test_folds.py",
     "test_hooks.py",

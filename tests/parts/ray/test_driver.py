@@ -25,8 +25,9 @@ from nbtrain.planning.plan import Call, Plan
 from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
-from nbtrain.transport.file_sync import PART, FileCopies, appended
+from nbtrain.transport.file_sync import FileCopies, read_appended
 from nbtrain.transport.job import Job
+from nbtrain.transport.limits import CHUNK_BYTES
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ class FakeActor:
         if method is NodeRanks.fetch:
             return (self.folder / args[0]).read_bytes()
         await asyncio.sleep(0)
-        return appended(self.folder, args[0])
+        return read_appended(self.folder, args[0])
 
 
 class Lost(Exception):
@@ -153,8 +154,8 @@ def cluster(tmp_path: Path) -> Cluster:
 def test_all_that_a_rank_wrote_is_here_when_its_end_is_reported(cluster: Cluster) -> None:
     """Though what is copied all the time asks for the same bytes meanwhile."""
     events, log, _ = (cluster.there / name for name in growing_files(0))
-    events.write_bytes(b"x" * (5 * PART + 7))
-    log.write_bytes(b"y" * (5 * PART + 7))
+    events.write_bytes(b"x" * (5 * CHUNK_BYTES + 7))
+    log.write_bytes(b"y" * (5 * CHUNK_BYTES + 7))
     result = cluster.there / "weights" / "model.safetensors"
     result.parent.mkdir()
     result.write_bytes(b"z")

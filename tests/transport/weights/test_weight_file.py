@@ -16,8 +16,9 @@ import safetensors.torch
 import torch
 
 from nbtrain.errors import NbtrainError
-from nbtrain.transport.weights import weight_file, weights
-from nbtrain.transport.weights.tensor_kinds import _PLAIN
+from nbtrain.transport.weights import state_io, weight_file
+from nbtrain.transport.weights.model_parts import named_tensors
+from nbtrain.transport.weights.tensors import PLAIN_DTYPES
 from nbtrain.transport.weights.weight_file import WeightFile, WeightReader, save, stamp
 
 
@@ -26,13 +27,13 @@ def path(tmp_path: Path) -> Path:
     """A file of a small model."""
     model = torch.nn.Linear(64, 32)
     path = tmp_path / "model.safetensors"
-    save(weights.of_module(model, weights.named_tensors(model)), path)
+    save(state_io.module_file(model, named_tensors(model)), path)
     return path
 
 
 def load(path: Path, target: torch.nn.Module) -> None:
     with WeightReader(path) as file:
-        weights.prepared_load(file, target)()
+        state_io.prepare_load(file, target)()
 
 
 def _cut(path: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_deleted_file_that_is_open_is_still_read(path: Path) -> None:
     with WeightReader(path) as file:
         path.unlink()
         path.write_bytes(b"another file")
-        weights.prepared_load(file, target)()
+        state_io.prepare_load(file, target)()
     assert target.weight.equal(expected["weight"])
 
 
@@ -152,8 +153,8 @@ def test_a_load_that_fails_halfway_says_that_the_model_has_some_of_its_tensors(
     monkeypatch.setattr(WeightReader, "tensors", tensors)
     target = torch.nn.Linear(64, 32)
     with WeightReader(path) as file:
-        load_it = weights.prepared_load(file, target)
-        with pytest.raises(weights.PartlyLoaded, match=r"^only 1 of its 2 tensors .*disk is gone"):
+        load_it = state_io.prepare_load(file, target)
+        with pytest.raises(state_io.PartlyLoaded, match=r"^only 1 of its 2 tensors .*disk is gone"):
             load_it()
 
 
@@ -214,7 +215,7 @@ def test_what_somebody_has_touched_is_checked(path: Path, way: str) -> None:
 def tensors() -> dict[str, torch.Tensor]:
     """Return one of each kind, some of them on one memory, one of them not finite."""
     whole = torch.arange(24.0)
-    each = {name: whole.to(getattr(torch, name)) for name in _PLAIN}
+    each = {name: whole.to(getattr(torch, name)) for name in PLAIN_DTYPES}
     each |= {f"odd{i}": torch.full((i,), i, dtype=torch.int8) for i in (0, 1, 7)}
     each |= {'Zürich 🏔 "1"\'': whole[:5], "part": whole[3:], "scalar": torch.tensor(2.5)}
     each |= {"across": whole.view(4, 6).t(), "nan": torch.tensor([1.0, torch.nan])}

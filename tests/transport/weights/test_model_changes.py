@@ -12,7 +12,7 @@ import torch
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.transport.weights import weights
+from nbtrain.transport.weights.model_parts import named_tensors
 from nbtrain.transport.weights.weight_file import WeightReader
 from nbtrain.ui import text_summary
 
@@ -50,7 +50,7 @@ def train(net: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 def bits(net: torch.nn.Module) -> dict[str, Any]:
-    named = weights.named_tensors(net).items()
+    named = named_tensors(net).items()
     return {n: (str(t.dtype), t.requires_grad, t.tolist()) for n, t in named}
 
 

@@ -1,0 +1,525 @@
+"""Saves a model, an optimizer or a scheduler to a safetensors file, and loads it in place.
+
+A file has each tensor once, under its first name. The header has, as JSON, other names of the same
+tensor (tied weights), the buffers that are in no state_dict, and fingerprints of the tensors that
+did not change and are not in the file. What is not a tensor is stored as bytes of `torch.save`:
+extra states of modules, and the state of an optimizer or a scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...errors import NbtrainError
+from ...planning.task_values import is_optimizer, is_scheduler
+from ...system.text import with_article
+from .. import result_pickler
+from .model_changes import insert_adapters, restore_structure
+from .model_parts import (
+    is_sharded,
+    named_parameters,
+    named_tensors,
+    plain_name,
+    plain_paths,
+    transient_names,
+)
+from .tensors import (
+    can_be_saved,
+    decode,
+    fingerprint,
+    fingerprints,
+    has_no_bytes,
+    is_finite,
+    is_lazy,
+    is_strided,
+    save_to_bytes,
+    shape_of,
+    size_of,
+    stored_kind,
+    to_cpu,
+    write_if_changed,
+)
+from .weight_file import WeightFile, WeightReader
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED = "in shared memory"
+"""Stands for the fingerprint of a tensor that the ranks train in the notebook's own memory."""
+
+_EXTRA_STATE = "..state"
+"""Ends the names of extra states. A tensor's name never has two dots in succession."""
+
+_STATE_KEY = "state"
+"""The name under which a file has the state of an optimizer or a scheduler, without tensors."""
+
+
+class PartlyLoaded(NbtrainError):
+    """Loading failed halfway: the model has some of the file's tensors, and not the others."""
+
+
+def _parts_with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the parts whose classes define what a state_dict has of them, by name in a file."""
+    import torch
+
+    paths, base = plain_paths(module), torch.nn.Module
+    return {
+        f"{paths[path]}{_EXTRA_STATE}": part
+        for path, part in module.named_modules()
+        if type(part)._save_to_state_dict is not base._save_to_state_dict
+        or type(part).get_extra_state is not base.get_extra_state
+    }
+
+
+def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return, as bytes, what a state_dict has beside the named tensors.
+
+    Those are packed weights of quantized layers, and extra states.
+    """
+    states: dict[str, torch.Tensor] = {}
+    for name, part in _parts_with_extra_state(module).items():
+        # A state that cannot be pickled is left out: no file of the user's could have it either.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that torch's quantization is deprecated
+            state: dict[str, Any] = {}
+            part._save_to_state_dict(state, "", True)  # by position, as torch does: names differ
+            tensors = {*part._parameters, *part._buffers}
+            if own := {key: value for key, value in state.items() if key not in tensors}:
+                states[name] = save_to_bytes(own)
+    return states
+
+
+def contents(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return everything that a file can have of a module."""
+    return {**named_tensors(module), **_extra_states(module)}
+
+
+def unreadable_states(module: torch.nn.Module, before: Mapping[str, Any]) -> list[str]:
+    """Return the paths of parts whose extra states changed and can only be read by running code."""
+    return [
+        name.removesuffix(_EXTRA_STATE)
+        for name, state in _extra_states(module).items()
+        if name in before and fingerprint(state) != before[name] and not _is_readable(state)
+    ]
+
+
+def _is_readable(data: torch.Tensor) -> bool:
+    try:
+        decode(data)
+    except Exception:  # it has values of a class that torch does not know
+        return False
+    return True
+
+
+def module_changes(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    before: Mapping[str, Any],
+    *,
+    entire: bool = False,
+) -> WeightFile | None:
+    """Return a file's content for a module whose fingerprints were `before`.
+
+    None if nothing changed. The content has only the tensors that changed, if these are less than
+    half of the bytes and `entire` is False. Otherwise it has all tensors, and fits any such model.
+    Raises `NbtrainError` for a changed tensor that no file can have.
+    """
+    states = _extra_states(module)
+    unreadable = {name for name, state in states.items() if not _is_readable(state)}
+    tensors = {n: t for n, t in {**tensors, **states}.items() if n not in unreadable}
+    changed, same = _split_by_change(tensors, before)
+    if not changed and same.keys() == before.keys() - unreadable:
+        return None
+    for name, tensor in changed.items():
+        if not can_be_saved(tensor):
+            reason = "has no memory" if has_no_bytes(tensor) else "is in the format of oneDNN"
+            raise NbtrainError(f"`{name}` changed and {reason} in the rank, so it cannot be saved")
+    rest = {name: tensor for name, tensor in tensors.items() if can_be_saved(tensor)}
+    own = [tensor for name, tensor in changed.items() if name not in states]
+    if entire or 2 * _total_size(own) > _total_size(rest.values()):
+        copies = {id(t): to_cpu(t) for name, t in rest.items() if name not in changed}
+        changed = {n: changed[n] if n in changed else copies[id(t)] for n, t in rest.items()}
+        same = {name: mark for name, mark in same.items() if name not in rest}
+    return module_file(module, changed, same)
+
+
+def _split_by_change(
+    tensors: Mapping[str, torch.Tensor], before: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return copies of the tensors that changed, and the fingerprints of the others."""
+    marks, copies = dict[int, Any](), dict[int, Any]()
+    changed, same = dict[str, Any](), dict[str, str]()
+    for name, tensor in tensors.items():
+        key = id(tensor)  # tied weights are one
+        here = copies[key] if key in copies else to_cpu(tensor)
+        if name in before and key not in marks:
+            marks[key] = fingerprint(here, before[name])
+        if name in before and marks[key] == before[name]:
+            same[name] = marks[key]
+        else:
+            changed[name] = copies[key] = here
+    return changed, same
+
+
+def _total_size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(size_of(tensor) for tensor in {id(t): t for t in tensors}.values())
+
+
+def module_file(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    unchanged: Mapping[str, str] | None = None,
+) -> WeightFile:
+    """Return a file's content for a module, from its `tensors` on the CPU.
+
+    `unchanged` are the fingerprints of the tensors that are left out.
+    """
+    unique, first, tied = {}, dict[Any, str](), {}
+    for name, tensor in tensors.items():
+        place: Any = id(tensor)
+        if is_strided(tensor) and tensor.numel():
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place in first:
+            tied[name] = first[place]
+        else:
+            first[place] = name
+            unique[name] = tensor
+    left_out = unchanged or {}
+    transient = sorted(transient_names(module) & {*tensors, *left_out})
+    paths = plain_paths(module)
+    others = {plain_name(name, paths) for name, _ in module.named_buffers()}
+    others.update(_parts_with_extra_state(module))
+    count = sum(t.numel() for name, t in unique.items() if name not in others)
+    about = {"parameters": count, "tied": tied, "transient": transient, "unchanged": left_out}
+    return WeightFile(unique, {"kind": "model", **about})
+
+
+def state_file(value: Any, *, keep: bool = True) -> WeightFile:
+    """Return a file's content for an optimizer or a scheduler.
+
+    In ranks that do not `keep` it, this only helps to gather sharded tensors. Raises `TypeError`
+    for a state that can only be read by running code.
+    """
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+
+    def store(tensor: torch.Tensor) -> torch.Tensor:
+        entire, index = gather_tensor(tensor), len(tensors)
+        if keep:
+            tensors[str(index)] = entire.detach().cpu()
+        return torch.tensor(index, device="cpu")
+
+    state = _replace_tensors(value.state_dict(), store)
+    about: dict[str, Any] = {"kind": kind_of(value)}
+    if is_optimizer(value):
+        about["shapes"] = _parameter_shapes(value)
+    if keep:
+        _check_is_readable(state)
+        tensors[_STATE_KEY] = save_to_bytes(state)
+    return WeightFile(tensors, about)
+
+
+def _replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples with each tensor replaced.
+
+    Of subclasses only `Counter` stays one, which `MultiStepLR` needs: torch.load refuses most
+    others, among them numpy's float64.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return replace(value)
+    if isinstance(value, dict):
+        new: dict[Any, Any] = Counter() if isinstance(value, Counter) else {}
+        for key, item in value.items():
+            new[key] = _replace_tensors(item, replace)
+        return new
+    if isinstance(value, (list, tuple)):
+        items = [_replace_tensors(item, replace) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return float(value) if isinstance(value, float) else value
+
+
+def _check_is_readable(state: Any) -> None:
+    def read(value: Any) -> None:
+        decode(save_to_bytes(value))
+
+    try:
+        read(state)
+    except Exception as error:  # from a value of the user's class
+        path, part = result_pickler.find_unpicklable(state, read, "state")
+        kind = result_pickler.type_name(part)
+        raise TypeError(f"its {path} is a {kind}, which torch.load does not allow") from error
+
+
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a sharded tensor. Every rank must call this, in the same order."""
+    if hasattr(tensor, "ds_tensor"):
+        with sys.modules["deepspeed"].zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def kind_of(value: Any) -> Literal["model", "optimizer", "scheduler"]:
+    """Return 'model', 'optimizer' or 'scheduler'."""
+    if is_optimizer(value):
+        return "optimizer"
+    return "scheduler" if is_scheduler(value) else "model"
+
+
+def state_fingerprints(value: Any) -> dict[str, Any]:
+    """Return the fingerprints of the state of a model, an optimizer or a scheduler, by name.
+
+    Without buffers that are in no state_dict: calling the model may fill such a cache.
+    """
+    if kind_of(value) != "model":
+        return fingerprints(state_file(value).tensors)
+    caches = transient_names(value)
+    return fingerprints({n: t for n, t in contents(value).items() if n not in caches})
+
+
+def changed_names(value: Any, before: Mapping[str, Any]) -> list[str]:
+    """Return the names whose `state_fingerprints` are not as `before`.
+
+    A tensor that cannot be read counts as unchanged.
+    """
+    now = state_fingerprints(value)
+    readable = {name: mark for name, mark in before.items() if isinstance(mark, str)}
+    names = [name for name, mark in readable.items() if now.get(name) != mark]
+    return [*names, *(name for name in now if name not in before)]
+
+
+def prepare_load(
+    file: WeightReader, target: Any, *, is_handed_over: bool = False
+) -> Callable[[], bool]:
+    """Check that a file fits a module, an optimizer or a scheduler; return what loads it in place.
+
+    Calling that returns whether a value changed.
+
+    A tensor that is not in the file, as the run did not change it, must be in the target as it was
+    in the run. With `is_handed_over`, the target is the model that the run began with: if the
+    notebook has changed such a tensor since then, it keeps the change.
+
+    The file is checked to its end before anything is changed, and read again while it is loaded, so
+    that a large model is never in memory twice. Raises `NbtrainError` naming what does not fit, or
+    is damaged. What is returned raises `PartlyLoaded` if the load fails halfway.
+    """
+    kind, saved = kind_of(target), file.about["kind"]
+    if saved != kind:
+        here, there = map(with_article, (kind, saved))
+        raise NbtrainError(f"{file.path.name} holds {there}, not {here}")
+    file.check()
+    if kind == "model":
+        return _prepare_model(file, target, is_handed_over)
+    if is_handed_over and file.about["not_finite"]:
+        raise NbtrainError(_not_finite_reason("a tensor of its state", kind))
+    if kind == "optimizer" and file.about["shapes"] != _parameter_shapes(target):
+        raise NbtrainError(
+            "the optimizer's parameters have other shapes in the notebook than in the rank"
+        )
+    tensors = {name: tensor.clone() for name, tensor in file.tensors(file.names())}
+    saved_state = decode(tensors[_STATE_KEY])
+    state = _replace_tensors(saved_state, lambda index: tensors[str(int(index))])
+    return lambda: target.load_state_dict(state) is None
+
+
+def _prepare_model(
+    file: WeightReader, module: torch.nn.Module, is_handed_over: bool
+) -> Callable[[], bool]:
+    """Prepare to load a model; if the tensors do not fit without the run's adapters, add these."""
+    import torch
+
+    adapters = file.about.get("adapters")
+    try:
+        return _prepare_tensors(file, module, is_handed_over)
+    except NbtrainError:
+        if not adapters:
+            raise
+
+    def load() -> bool:
+        before = {id(tensor) for tensor in named_tensors(module).values()}
+        with restore_structure(module, is_trial=False):
+            insert_adapters(module, adapters)
+            for name, tensor in named_tensors(module).items():
+                if id(tensor) not in before and name in file.names():
+                    dtype = file.shape_and_kind(name)[1]
+                    tensor.data = tensor.data.to(getattr(torch, dtype, tensor.dtype))
+            _prepare_tensors(file, module, is_handed_over)()
+        return True
+
+    with restore_structure(module, is_trial=True):
+        insert_adapters(module, adapters)
+        _prepare_tensors(file, module, is_handed_over)
+    return load
+
+
+def _prepare_tensors(
+    file: WeightReader, module: torch.nn.Module, is_handed_over: bool
+) -> Callable[[], bool]:
+    tied, unchanged = file.about["tied"], file.about["unchanged"]
+    parts, tensors = _parts_with_extra_state(module), contents(module)
+    optional = {*file.about["transient"], *transient_names(module)}
+    states = [name for name in file.names() if name.endswith(_EXTRA_STATE)]
+    names = [name for name in file.names() if name not in states]
+    kinds = {name: _kind_of(*file.shape_and_kind(name)) for name in names}
+    saved = {**kinds, **{name: kinds[source] for name, source in tied.items()}}
+    targets = {n: t for n, t in tensors.items() if n not in unchanged and n not in parts}
+    only_in_rank = [name for name in states if name not in parts]
+    only_in_rank += [n for n in (*saved, *unchanged) if n not in {*tensors, *optional}]
+    reasons = [
+        *_find_differences(targets, saved, optional),
+        *(f"the rank has {describe(n)}, the notebook's object does not" for n in only_in_rank),
+        *(() if is_handed_over else _find_changes_since(tensors, unchanged, optional)),
+    ]
+    if is_handed_over and not reasons:
+        parameters = named_parameters(module)
+        here = {n: parameters[n] for n in file.about["not_finite"] if n in parameters}
+        spoiled = (n for n, p in here.items() if not is_lazy(p) and is_finite(p))
+        reasons = [_not_finite_reason(f"`{name}`", "model") for name in islice(spoiled, 1)]
+    if reasons:
+        more = f"; {len(reasons) - 1} more differ" if len(reasons) > 1 else ""
+        remedy = file.about.get("remedy")
+        raise NbtrainError(reasons[0] + more + (f". {remedy}".rstrip(".") if remedy else ""))
+    wanted: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in targets.items():
+        if name in saved and _kind_like(tensor, saved[name]) == saved[name]:
+            same = wanted.setdefault(tied.get(name, name), [])
+            if not any(t is tensor for t in same):
+                same.append(tensor)
+    _check_ties(file, wanted, {id(tensors[n]): n for n in unchanged if n in tensors})
+    loaded = [(parts[name], decode(data)) for name, data in file.tensors(states)] if states else []
+    return functools.partial(_write, file, wanted, loaded)
+
+
+def _write(
+    file: WeightReader,
+    wanted: Mapping[str, list[torch.Tensor]],
+    states: Collection[tuple[torch.nn.Module, Any]],
+) -> bool:
+    """Write into the tensors that differ; return whether any did.
+
+    An equal tensor is not written to: a buffer may be in memory that is read-only.
+    """
+    import torch
+
+    written, has_changed = 0, bool(states)
+    try:
+        with torch.no_grad():
+            for name, value in file.tensors(wanted):
+                for target in wanted[name]:
+                    has_changed |= write_if_changed(target, value)
+                    written += 1
+            for part, state in states:
+                errors: list[str] = []
+                version = {"version": part._version}
+                own = {
+                    **part._parameters,
+                    **part._buffers,
+                }  # a part may read them
+                given = {n: t for n, t in own.items() if t is not None} | state
+                part._load_from_state_dict(given, "", version, False, [], [], errors)
+                if errors:
+                    raise RuntimeError("; ".join(errors))
+    except Exception as error:  # the file system failed, or the device's memory is full
+        count = sum(map(len, wanted.values()))
+        reason = f"({type(error).__name__}: {error})"
+        text = "its tensors were loaded, and its extra state was not"
+        if written < count:
+            text = f"only {written} of its {count} tensors were loaded, so it is neither as it was "
+            text += "nor as the run left it"
+        raise PartlyLoaded(f"{text} {reason}") from error
+    return has_changed
+
+
+_Kind = tuple[tuple[int, ...], str]
+"""A shape, and the layout and kind of numbers (float, int, bool, complex) without their width."""
+
+
+@functools.lru_cache  # a model has many tensors of few kinds
+def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
+    layout, _, dtype = stored.rpartition(" ")
+    number = re.match("[a-z]+", dtype.removeprefix("u"))
+    kinds = {"bfloat": "float", "qint": "int", "quint": "int"}
+    kind = number[0] if number else dtype
+    return shape, f"{layout} {kinds.get(kind, kind)}".strip()
+
+
+def _kind_like(tensor: torch.Tensor, saved: _Kind) -> _Kind:
+    """Return the kind of a tensor. A lazy one will take the shape of the `saved` one."""
+    return _kind_of(saved[0] if is_lazy(tensor) else shape_of(tensor), stored_kind(tensor))
+
+
+def describe(name: str) -> str:
+    """Return how messages call what a file has under a name."""
+    path = name.removesuffix(_EXTRA_STATE)
+    if path == name:
+        return f"`{name}`"
+    return f"the extra state of `{path}`" if path else "the extra state"
+
+
+def _find_differences(
+    targets: Mapping[str, torch.Tensor], saved: Mapping[str, _Kind], optional: set[str]
+) -> Iterator[str]:
+    """Yield why tensors of the notebook cannot be filled from a file."""
+    for name, tensor in targets.items():
+        if tensor.is_meta or (not is_lazy(tensor) and tensor.is_inference()):
+            yield f"`{name}` has no memory in the notebook to write to"
+        elif name not in saved and name not in optional:
+            yield f"the rank did not save `{name}`"
+        elif name not in optional:
+            (shape, kind), (shape_here, kind_here) = saved[name], _kind_like(tensor, saved[name])
+            if shape != shape_here:
+                yield f"`{name}` is {list(shape)} in the rank, {list(shape_here)} in the notebook"
+            elif kind != kind_here:
+                yield f"`{name}` is {kind} in the rank, {kind_here} in the notebook"
+
+
+def _find_changes_since(
+    tensors: Mapping[str, torch.Tensor], unchanged: Mapping[str, str], optional: set[str]
+) -> Iterator[str]:
+    """Yield which tensors are not in the file and differ in the notebook."""
+    for name in tensors.keys() & unchanged.keys() - optional:
+        tensor = tensors[name]
+        if not has_no_bytes(tensor) and fingerprint(to_cpu(tensor)) != unchanged[name]:
+            reason = "is in shared memory" if unchanged[name] == SHARED else "did not change"
+            yield (
+                f"{describe(name)} {reason} in the run, so it was not saved, and that of the "
+                "notebook differs from the run's"
+            )
+
+
+def _not_finite_reason(what: str, kind: str) -> str:
+    return (
+        f"{what} is not finite (nan or inf) in the rank. `nbtrain.last_run().load({kind})` loads "
+        f"the rank's {kind} anyway"
+    )
+
+
+def _check_ties(
+    file: WeightReader, wanted: Mapping[str, list[torch.Tensor]], unchanged: Mapping[int, str]
+) -> None:
+    """Raise `NbtrainError` if one tensor of the notebook was two in the rank that differ."""
+    sources: dict[int, list[str]] = {}
+    for name, targets in wanted.items():
+        for target in targets:
+            sources.setdefault(id(target), []).append(name)
+    for key, names in sources.items():
+        every = [*names, *([unchanged[key]] if key in unchanged else ())]
+        digests = {(file.shape_and_kind(n), file.about["checksums"][n]) for n in names}
+        if len(every) > len(names) or len(digests) > 1:
+            raise NbtrainError(
+                f"`{'` and `'.join(every)}` are tied in the notebook, but differ in the rank"
+            )
+
+
+def _parameter_shapes(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(p.shape) for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,277 @@
+"""Knows tensors of every kind: their bytes, whether they changed, and how to fill them in place.
+
+safetensors files hold strided tensors of the common dtypes. Any other tensor that `torch.save` can
+write (sparse, nested, quantized, complex) is stored as the bytes that `torch.save` writes.
+`torch.load` reads them with ``weights_only=True``, which runs no code of the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..limits import FIRST_ELEMENTS_COUNT
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN_DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+)
+"""Dtypes that every reader of safetensors files supports."""
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no shape yet, as in a ``LazyLinear`` before its first batch."""
+    return "Uninitialized" in type(tensor).__name__
+
+
+def has_no_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory: it is on the meta device, or has no shape yet."""
+    return tensor.is_meta or is_lazy(tensor)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one block of numbers: not sparse, nested or quantized."""
+    import torch
+
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_block(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a strided tensor are its numbers, not conjugated or negated on read."""
+    return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a safetensors file can hold a tensor as it is."""
+    return is_block(tensor) and str(tensor.dtype).removeprefix("torch.") in PLAIN_DTYPES
+
+
+def can_be_saved(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be saved, plain or encoded. A tensor in oneDNN's format cannot."""
+    return not has_no_bytes(tensor) and not tensor.is_mkldnn
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's block begins in the host's memory; 0 if it is not a block there."""
+    if has_no_bytes(tensor) or tensor.device.type != "cpu" or not is_block(tensor):
+        return 0
+    return tensor.data_ptr()
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; for a nested tensor, the shapes of its parts in succession."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    return tuple(length for part in tensor.unbind() for length in part.shape)
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's content."""
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that make up a tensor: itself, or its indices and values."""
+    import torch
+
+    if tensor.is_nested:
+        return tuple(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # the public ones raise before coalescing
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def stored_kind(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype, preceded by its layout if that is not one block of memory."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if is_strided(tensor):
+        return dtype
+    if tensor.is_quantized:
+        return f"quantized {dtype}"
+    layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    return f"{layout} {dtype}"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite. Their sum is cheaper, and nearly always decides."""
+    import torch
+
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() < 2:
+        return True  # torch cannot add up float8
+    tensor = tensor.detach()
+    wide = torch.float32 if tensor.element_size() == 2 else None  # half precision ends at 65504
+    return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
+
+
+def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU: itself if it is there already, or has no memory."""
+    return tensor if has_no_bytes(tensor) else tensor.detach().cpu()
+
+
+def encode(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of any kind as bytes. Equal tensors have equal bytes."""
+    import torch
+
+    content = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach().cpu()
+    if is_strided(content):  # without its class, which `torch.load` refuses, and its whole storage
+        content = content.as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone()
+    return save_to_bytes(content)
+
+
+def save_to_bytes(content: Any) -> torch.Tensor:
+    """Return the bytes that `torch.save` writes for a value."""
+    import torch
+
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that quantized and nested tensors will change
+        torch.save(content, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def decode(data: torch.Tensor) -> Any:
+    """Return the value whose bytes `encode` or `save_to_bytes` returned.
+
+    Raises `pickle.UnpicklingError` for a value whose class could run code.
+    """
+    import torch
+    from torch._utils import _rebuild_nested_tensor
+    from torch.nested._internal.nested_tensor import NestedTensor, _rebuild_njt
+
+    # torch 2.15 refuses nested tensors unless they are listed.
+    safe: list[Any] = [_rebuild_nested_tensor, NestedTensor, _rebuild_njt, set]
+    with warnings.catch_warnings(), torch.serialization.safe_globals(safe):
+        warnings.simplefilter("ignore")
+        return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the fingerprint of each tensor. A tied tensor is read once."""
+    unique = {id(tensor): tensor for tensor in tensors.values()}
+    by_id = {key: fingerprint(to_cpu(tensor)) for key, tensor in unique.items()}
+    return {name: by_id[id(tensor)] for name, tensor in tensors.items()}
+
+
+def fingerprint(tensor: torch.Tensor, before: Any = None) -> Any:
+    """Return a value that differs once any element of a tensor does.
+
+    The chance that it does not is 2⁻⁶³. `Tensor._version` does not suffice: fused optimizers and
+    ``.data`` leave it unchanged (torch 2.13). Takes 0.2 s per GB, on the CPU. A tensor that cannot
+    be read never equals its earlier fingerprint. If its first elements differ from `before`, the
+    rest is not read.
+    """
+    kind = f"{type(tensor).__name__} {tensor.dtype}"
+    try:
+        if has_no_bytes(tensor):  # it has no content that could change
+            return f"{kind} {id(tensor)}" if is_lazy(tensor) else f"{kind} {tensor.shape}"
+        plain = (tensor.detach() if is_block(tensor) else encode(tensor)).contiguous()
+        content = [shape_of(tensor), tensor.dtype]
+        start = _digest([*content, weighted_sums(plain.reshape(-1)[:FIRST_ELEMENTS_COUNT])])
+        if isinstance(before, str) and not before.startswith(start):
+            return object()
+        return start + _digest([*content, weighted_sums(plain)])
+    except Exception:  # from a kind of tensor that is not made of plain bytes
+        return object()
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return a short text that differs once a bit of a plain tensor does."""
+    return _digest([tuple(tensor.shape), tensor.dtype, weighted_sums(tensor)])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+
+def weighted_sums(tensor: torch.Tensor) -> Any:
+    """Return weighted sums over the bytes of a strided tensor, one for each half MiB."""
+    import torch
+
+    weights = odd_weights()
+    flat: Any = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    even = flat[: len(flat) // 8 * 8]
+    # A block that begins within a word of memory cannot be viewed as words.
+    aligned = even.clone() if even.storage_offset() % 8 else even
+    blocks = aligned.view(torch.int64).split(len(weights))
+    each = [int(torch.dot(block, weights[: len(block)])) for block in blocks if len(block)]
+    return each, bytes(flat[len(even) :].tolist())
+
+
+@functools.cache
+def odd_weights() -> torch.Tensor:
+    """Return pseudorandom odd numbers, the same in every process.
+
+    Not drawn by torch: an operation on this many elements starts a pool of threads in the
+    notebook, and threads do not survive a fork.
+    """
+    import torch
+
+    data = bytearray(hashlib.shake_128(b"nbtrain").digest(8 << 16))
+    low = slice(0 if sys.byteorder == "little" else 7, None, 8)
+    data[low] = data[low].translate(bytes(byte | 1 for byte in range(256)))
+    return torch.frombuffer(data, dtype=torch.int64)
+
+
+def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype are equal bit by bit, so that NaN equals itself."""
+    import torch
+
+    both: Any = [t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    if all(len(flat) % 8 == flat.storage_offset() % 8 == 0 for flat in both):
+        both = [flat.view(torch.int64) for flat in both]
+    # Most tensors that differ do so early, and torch compares this few elements without threads.
+    few = slice(FIRST_ELEMENTS_COUNT)
+    return bool(both[0][few].equal(both[1][few])) and bool(both[0].equal(both[1]))
+
+
+def write_if_changed(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Write a value into a tensor of any kind, in place, and return whether it changed.
+
+    A tensor that only differs in precision stays: a rank may have cast a model for an evaluation.
+    """
+    if is_lazy(target):
+        target.materialize(value.shape)  # type: ignore[attr-defined]  # as torch's own loading does
+    value = value.to(target.device)
+    before = target.detach().to(value.dtype)
+    if not is_block(target) or not is_block(value):
+        if fingerprint(before) == fingerprint(value):
+            return False
+        _assign_any_kind(target, value)
+        return True
+    if has_same_bits(before, value):
+        return False
+    once = target.detach()
+    for dim, stride in enumerate(once.stride()):  # an expanded dimension repeats one element
+        if once.size(dim) > 1 and not stride:
+            once = once.narrow(dim, 0, 1)
+    first = value[tuple(map(slice, once.shape))]
+    if once.shape == value.shape or has_same_bits(first.expand_as(value), value):
+        once.copy_(first)
+    else:  # the target is expanded, and the rank's tensor no longer is
+        target.data = value.to(target.dtype, copy=True)
+    return True
+
+
+def _assign_any_kind(target: torch.Tensor, value: torch.Tensor) -> None:
+    import torch
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if target.is_quantized:  # `copy_` would keep the scale
+            target.data = value
+            return
+        if str(target.layout).startswith("torch.sparse_") and target.layout != torch.sparse_coo:
+            target.resize_as_sparse_(value)  # else `copy_` refuses another number of values
+        target.copy_(value)
