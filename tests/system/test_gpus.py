@@ -147,7 +147,7 @@ def test_gpus_are_watched_in_one_session_of_nvml(driver: Driver) -> None:
 
 def test_a_driver_that_does_not_answer_holds_nobody(driver: Driver) -> None:
     watch = gpus.GpuWatch(0.0, lambda took: 0.0)
-    watch.close(patience=0.05)
+    watch.close(timeout_s=0.05)
     assert (watch.seen, watch.is_over) == ((), False)
     driver.may_answer.set()
     watch.close()

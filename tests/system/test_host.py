@@ -31,7 +31,7 @@ def memory(root: Path) -> host.Memory:
 def test_without_a_cgroup_the_hosts_memory_counts(tmp_path: Path) -> None:
     found = memory(tmp_path)
     assert (found.available, found.limit, found.capped) == (16 * GIB, None, False)
-    assert found.bound == "this host has 32.0 GiB"
+    assert found.limit_text == "this host has 32.0 GiB"
 
 
 def test_a_cgroups_room_counts_where_it_is_less_and_its_file_cache_is_free(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_cgroups_room_counts_where_it_is_less_and_its_file_cache_is_free(tmp_p
     }
     found = memory(tree(tmp_path, v2))
     assert (found.available, found.limit) == (2 * GIB, 4 * GIB)
-    assert found.bound == "this container's limit is 4.0 GiB"
+    assert found.limit_text == "this container's limit is 4.0 GiB"
 
 
 def test_of_nested_cgroups_the_one_that_leaves_least_counts(tmp_path: Path) -> None:
