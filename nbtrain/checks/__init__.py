@@ -1,1 +1,1 @@
-"""Looks for mistakes before, during and after a run, and returns findings."""
+"""Finds mistakes before, during and after a run, and returns findings."""

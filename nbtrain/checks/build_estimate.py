@@ -86,7 +86,7 @@ def explain(
 def checkpoint_bytes(name: str) -> int:
     """Return the size of a checkpoint's weights, given a folder or the name of a cached hub model.
 
-    0 if there is none here.
+    Returns 0 if this host does not have it.
     """
     folder = Path(name)
     if not folder.is_dir():

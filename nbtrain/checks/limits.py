@@ -1,4 +1,4 @@
-"""Limits of the checks: what is compared, reported, estimated and read, and why that much."""
+"""Limits of the checks: what is compared, reported, estimated and read, with the reasons."""
 
 MAX_SOURCE_CHARS = 100_000
 """Longer sources are not read before a launch. Ordinary code of this length takes 0.3 s."""
@@ -7,7 +7,7 @@ MIN_COMPARED_LOSSES = 4
 """Fewer equal losses may be a coincidence."""
 
 MIN_REPORTED_GPU_SHARE = 0.1
-"""The share of a GPU's memory in use from which a launch warns. A desktop takes less."""
+"""A launch warns if a larger share of a GPU's memory is in use. A desktop uses less."""
 
 SHM_BYTES_PER_LOADER_WORKER = 32 << 20
 """About two prefetched batches of images."""

@@ -1,13 +1,12 @@
-"""Lint: finds what a cell will do wrong on several ranks.
+"""Lint: finds mistakes in a cell that matter on several ranks.
 
-By `ast` alone: nothing of the user's is imported, executed or evaluated. What is reported is
-certain; in doubt it stays quiet. It only advises, so that it reads little: the cell itself, and the
-functions of the notebook that it calls, each by itself. One finding refuses: nobody wants a cell
-that runs nothing.
+It reads syntax trees, and imports, executes and evaluates none of the user's code. It reports only
+what is certain. It reads the cell and the functions of the notebook that the cell calls, each
+separately. All findings are advice, except that a cell whose function is never called is refused.
 
     source.py       one cell or function: its tree, its names, what only one rank runs
     rules.py, training_loop.py, uncalled_function.py    the five rules
-    migration.py    the edits by which a plain loop trains on all ranks
+    migration.py    the edits that make a plain loop train on all ranks
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ def lint(
     ranks: int | None = None,
     name_cell: NameCell | None = None,
 ) -> tuple[Finding, ...]:
-    """Return what will go wrong with a task on several ranks, in the order of the source.
+    """Return the mistakes of a task that matter on several ranks, in the order of the source.
 
     Args:
-        device: what the ranks will train on ("cpu", "cuda", …).
-        sharded: each rank has a part of the model, by Accelerate's configuration.
-        ranks: how many there will be; None: several. One rank has no peers to trip over.
-        name_cell: turns a cell's file name into "In[3]", None for a file of another kind.
+        device: the device type of the ranks ("cpu", "cuda", …).
+        sharded: whether Accelerate's configuration gives each rank a part of the model.
+        ranks: the number of ranks, or None for several. One rank has fewer findings.
+        name_cell: returns "In[3]" for the file name of a cell, and None for other files.
 
-    Raises `SourceTooLongError`, and whatever `ast` raises for code that it cannot read.
+    Raises `SourceTooLongError`, and the errors of `ast` for code that it cannot parse.
     """
     sources = read(task, name_cell)
     names = set[str]().union(*(source.names for source in sources))
@@ -86,7 +85,7 @@ _IGNORE = re.compile(r"#\s*nbtrain:\s*ignore(?:\[([^\]]*)\])?")
 
 
 def _is_silenced(lines: Sequence[str], finding: Finding) -> bool:
-    """Return whether a comment on the finding's line, or above all code, asks to leave it out."""
+    """Return whether a comment on the finding's line, or above all code, excludes it."""
     comments = itertools.takewhile(lambda text: not text.strip() or text.lstrip()[0] == "#", lines)
     return any(
         match[1] is None or finding.code in {code.strip() for code in match[1].split(",")}

@@ -2,8 +2,8 @@
 
 The edits are those of Accelerate's migration guide (huggingface.co/docs/accelerate,
 basic_tutorials/migration), and given only where their effect is certain: one function with
-model, optimizer and loader in sight. For any other loop the comparison of ranks tells, after the
-first steps, that each rank trains alone.
+model, optimizer and loader in sight. For any other loop, the comparison of ranks reports after
+the first steps that each rank trains alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .rules import devices_of, notebook_device, pinned_strings
 from .source import (
     MISSING,
     Source,
-    called,
-    dotted,
+    called_name,
+    dotted_name,
     first_line,
     is_function,
     loops_around,
@@ -44,7 +44,7 @@ _FORWARDED = frozenset(
 """What the wrapper that `prepare` puts around a model offers just as the model does."""
 
 _UNWRAPPED = frozenset({"state_dict", "save_pretrained", "generate", "config"})
-"""What a loop may ask of the model inside the wrapper."""
+"""What a loop may use of the model inside the wrapper."""
 
 _MEASURED = re.compile(
     r"loss|acc|best|patience|metric|val|score|nan|stop|err|counter", re.IGNORECASE
@@ -80,9 +80,9 @@ def apply_edits(source: str, edits: Iterable[Edit]) -> str:
 
 
 def find_migration(source: Source, names: set[str]) -> Finding | None:
-    """Return a finding whose edits let a plain loop train on all ranks; None if none is certain.
+    """Return a finding whose edits make a plain loop train on all ranks, if they are certain.
 
-    `names` are those in all sources of the task.
+    `names` are the names in all sources of the task.
     """
     # A class of the notebook's own that derives from nothing is no library's Trainer.
     classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
@@ -93,7 +93,7 @@ def find_migration(source: Source, names: set[str]) -> Finding | None:
     backwards = [
         call
         for call in source.calls
-        if called(call) == "backward" and receiver(call) is not None and not call.args
+        if called_name(call) == "backward" and receiver(call) is not None and not call.args
         if source.runs(call)
     ]
     loop = find_loop(backwards[0], source) if len(backwards) == 1 else None
@@ -138,8 +138,8 @@ class _Migration:
         self._change(backward.lineno, start, start, "accelerator.backward(")
         self._rewrite_end(backward, f"{_more(backward)})")
         for call in self.loop.calls:
-            if called(call) in _CLIPPING and {k.arg for k in call.keywords} <= _CLIPPED:
-                self._replace(call.func, f"accelerator.{called(call)}")
+            if called_name(call) in _CLIPPING and {k.arg for k in call.keywords} <= _CLIPPED:
+                self._replace(call.func, f"accelerator.{called_name(call)}")
         self._replace_devices()
         self._unwrap_model()
         replaced: list[Edit] = []
@@ -165,10 +165,10 @@ class _Migration:
             _require(all(getattr(s, "lineno", 0) < loop.around[-1].lineno for s in made))
         # A function that gets the model may go around the wrapper.
         inner = [n for n in ast.walk(loop.around[0]) if isinstance(n, ast.Call)]
-        _require(sum(dotted(call.func) == self.model for call in inner) == 1)
-        _require(not any(dotted(a) == self.model for call in inner for a in call.args))
+        _require(sum(dotted_name(call.func) == self.model for call in inner) == 1)
+        _require(not any(dotted_name(a) == self.model for call in inner for a in call.args))
         if node is not self.source.entry and is_function(node):
-            calls = [call for call in self.source.calls if called(call) == node.name]
+            calls = [call for call in self.source.calls if called_name(call) == node.name]
             _require(len(calls) == 1, node in self.source.everywhere)
             _require(not loops_around(calls[0], self.source))
 
@@ -179,7 +179,7 @@ class _Migration:
         with other parameters.
         """
         made = (binding.value for bound in self.bound.values() for binding in bound)
-        _require(not any("Plateau" in called(value) for value in made))
+        _require(not any("Plateau" in called_name(value) for value in made))
         for node in ast.walk(self.loop.around[-1]):
             if isinstance(node, (ast.If, ast.While)):
                 inside = [n for statement in node.body for n in ast.walk(statement)]
@@ -193,7 +193,7 @@ class _Migration:
         if not inside or len(made) != 1 or not isinstance(made[0], ast.Call):
             return False
         given = [*made[0].args, *(keyword.value for keyword in made[0].keywords)]
-        return any(dotted(argument) in self.loop.optimizers for argument in given)
+        return any(dotted_name(argument) in self.loop.optimizers for argument in given)
 
     def _insert_accelerator(self) -> list[Edit]:
         """Import Accelerate, make the Accelerator, and let everything go through ``prepare``."""
@@ -202,7 +202,7 @@ class _Migration:
         start = _first_statement(getattr(self.scope, "body", []), past_imports=True)
         if top is None or start is None:
             raise _UncertainError
-        _require(_stands_alone(start, source), _stands_alone(outermost, source))
+        _require(_has_own_lines(start, source), _has_own_lines(outermost, source))
         names = ", ".join(self.names)
         made = ["accelerator = Accelerator()"]
         made += [f"{name} = {_RANK_DEVICE}" for name in self._outside_devices()]
@@ -239,13 +239,13 @@ class _Migration:
                         self._replace(node.value, _RANK_DEVICE)
         for call in self._calls():
             keywords = {keyword.arg for keyword in call.keywords}
-            if called(call) == "cuda" and not call.args and keywords <= {"non_blocking"}:
+            if called_name(call) == "cuda" and not call.args and keywords <= {"non_blocking"}:
                 self._rewrite_end(call, f".to({_RANK_DEVICE}{_more(call)})")
             for argument in filter(_is_device, devices_of(call)):
                 self._replace(argument, _RANK_DEVICE)
 
     def _outside_devices(self) -> list[str]:
-        """Return the variables of the notebook, and parameters, that say where batches go."""
+        """Return the variables of the notebook, and parameters, that are devices of batches."""
         names = [device for call in self._calls() for device in devices_of(call)]
         outside: dict[str, None] = {}
         for name in (name for name in names if isinstance(name, ast.Name)):
@@ -261,7 +261,7 @@ class _Migration:
         return [call for call in self.source.calls if self.scope in self.source.ancestors(call)]
 
     def _unwrap_model(self) -> None:
-        """Ask the model inside the wrapper for what the wrapper does not have."""
+        """Add edits that unwrap the model where the wrapper lacks an attribute."""
         source, model = self.source, self.model
         start, innermost = self.loop.around[-1].lineno, self.loop.around[0]
         for use in (node for node in source.nodes if isinstance(node, ast.Name)):
@@ -310,7 +310,7 @@ def _more(call: ast.Call) -> str:
 
 def _is_device(value: ast.expr | None) -> bool:
     """Return whether an expression is a device that the source writes out."""
-    is_made = isinstance(value, ast.Call) and dotted(value.func) == "torch.device"
+    is_made = isinstance(value, ast.Call) and dotted_name(value.func) == "torch.device"
     return is_made or any(pinned_strings(value))
 
 
@@ -327,8 +327,8 @@ def _first_statement(body: Sequence[ast.stmt], past_imports: bool = False) -> as
     return None
 
 
-def _stands_alone(statement: ast.stmt, source: Source) -> bool:
-    """Return whether a statement shares none of its lines with another."""
+def _has_own_lines(statement: ast.stmt, source: Source) -> bool:
+    """Return whether a statement shares its lines with no other statement."""
     start = source.column(statement.lineno, statement.col_offset)
     before = source.lines[statement.lineno - 1][:start]
     last = statement.end_lineno or statement.lineno

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from ...findings import Finding
-from .source import MISSING, Source, called, dotted, names_in, receiver
+from .source import MISSING, Source, called_name, dotted_name, names_in, receiver
 
 ACCELERATORS = re.compile(r"(cuda|xpu|npu|hpu|mlu|musa)(:\d+)?")
 """A device string that pins an accelerator."""
@@ -22,20 +22,20 @@ def check_backward(source: Source) -> Iterator[Finding]:
     """
     stepping, prepared = set[ast.AST](), set[ast.AST]()
     for call in source.calls:
-        if called(call) == "step":
+        if called_name(call) == "step":
             stepping.add(source.scope(call))
-        if called(call).startswith("prepare") and source.is_accelerator(receiver(call)):
+        if called_name(call).startswith("prepare") and source.is_accelerator(receiver(call)):
             prepared.add(source.scope(call))
     for argument in source.nodes:
         if isinstance(argument, ast.arg) and "accelerator" in argument.arg.lower():
             prepared.add(source.scope(argument))
     for call in source.calls:
         loss = receiver(call)
-        is_backward = called(call) == "backward" and loss is not None and not call.args
+        is_backward = called_name(call) == "backward" and loss is not None and not call.args
         if not is_backward or source.scope(call) not in stepping & prepared:
             continue
         assert loss is not None
-        is_own = dotted(loss) in ("self", "cls") or called(loss) == "super"
+        is_own = dotted_name(loss) in ("self", "cls") or called_name(loss) == "super"
         if not is_own and not source.is_accelerator(loss) and source.runs(call):
             text = ast.unparse(loss)
             yield source.finding(
@@ -113,7 +113,7 @@ def _pinned_devices(source: Source, host: str) -> Iterator[tuple[ast.expr, str]]
     if "CUDA_VISIBLE_DEVICES" in texts:
         return
     is_chosen = any(map(_chooses_device, source.calls))
-    is_chosen |= host != "cpu" and any(_CHOOSERS(called(call)) for call in source.calls)
+    is_chosen |= host != "cpu" and any(_CHOOSERS(called_name(call)) for call in source.calls)
     for node, device in _written_devices(source):
         tests = [a.test for a in source.ancestors(node) if isinstance(a, (ast.If, ast.IfExp))]
         asks = host == "cpu" and any(names_in(test) & _ASKS for test in tests)
@@ -124,17 +124,17 @@ def _pinned_devices(source: Source, host: str) -> Iterator[tuple[ast.expr, str]]
 
 def _chooses_device(call: ast.Call) -> bool:
     """Return whether a call makes a plain "cuda" each rank's own: ``set_device(local_rank)``."""
-    sets = dotted(call.func).endswith(("cuda.set_device", "accelerator.set_device_index"))
+    sets = dotted_name(call.func).endswith(("cuda.set_device", "accelerator.set_device_index"))
     is_constant = not call.args or isinstance(call.args[0], ast.Constant)
-    return (sets and not is_constant) or called(call) == "init_device_mesh"
+    return (sets and not is_constant) or called_name(call) == "init_device_mesh"
 
 
 def _written_devices(source: Source) -> Iterator[tuple[ast.expr, str]]:
     """Yield the expressions that write a device out, and the device."""
     for call in source.calls:
-        name, arguments = called(call), devices_of(call)
-        sets = dotted(call.func).endswith("cuda.set_device")
-        if sets or (dotted(call.func) == "torch.device" and len(call.args) == 1):
+        name, arguments = called_name(call), devices_of(call)
+        sets = dotted_name(call.func).endswith("cuda.set_device")
+        if sets or (dotted_name(call.func) == "torch.device" and len(call.args) == 1):
             arguments += call.args
         if name == "cuda" and receiver(call) and not call.args and not call.keywords:
             yield call, "cuda"
@@ -165,13 +165,13 @@ def pinned_strings(argument: ast.expr | None) -> Iterator[tuple[ast.expr, str]]:
 def devices_of(call: ast.Call) -> list[ast.expr]:
     """Return the arguments that name a device: ``device=…``, and the first of ``.to(…)``."""
     devices = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
-    return devices + (call.args[:1] if called(call) == "to" and receiver(call) else [])
+    return devices + (call.args[:1] if called_name(call) == "to" and receiver(call) else [])
 
 
 def _placing_names(source: Source) -> Iterator[ast.Name]:
-    """Yield the names that say where something goes."""
+    """Yield the names of devices."""
     for call in source.calls:
-        first = call.args[:1] if dotted(call.func) == "torch.device" else []
+        first = call.args[:1] if dotted_name(call.func) == "torch.device" else []
         for argument in devices_of(call) + first:
             if isinstance(argument, ast.Name):
                 yield argument
@@ -183,7 +183,7 @@ _WRITERS = {
     **dict.fromkeys(("np.save", "np.savez", "np.savez_compressed"), 0),
     **dict.fromkeys(("numpy.save", "numpy.savez", "numpy.savez_compressed"), 0),
 }
-"""What writes a file, and which argument says where."""
+"""Functions that write a file, and the position of the argument with its path."""
 
 _OWN = re.compile(
     r"rank|process|worker|device|pid|uuid|te?mp|seed|host|buffer|bytes|stream|proc|shard|null",
@@ -223,10 +223,10 @@ def check_saves(source: Source, names: set[str]) -> Iterator[Finding]:
 
 
 def _written_path(call: ast.Call) -> ast.expr | None:
-    """Return where a call writes to, if it writes whatever the rank."""
+    """Return the path that a call writes to, if it is the same on each rank."""
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    place = _WRITERS.get(dotted(call.func))
-    if called(call) == "save_pretrained" and receiver(call) is not None:
+    place = _WRITERS.get(dotted_name(call.func))
+    if called_name(call) == "save_pretrained" and receiver(call) is not None:
         place = 0
     if place is None or keywords.keys() & {None, "is_main_process", "save_function"}:
         return None
@@ -241,10 +241,10 @@ def _is_same_on_all_ranks(path: ast.expr, source: Source, depth: int = 4) -> boo
     if depth == 0 or source.mentions_rank(path) or isinstance(path, (ast.Starred, ast.Lambda)):
         return False
     for node in ast.walk(path):
-        name = dotted(node).rpartition(".")[2]
+        name = dotted_name(node).rpartition(".")[2]
         if name and _OWN.search(name):
             return False
-        if isinstance(node, ast.Call) and called(node) not in _PATHS:
+        if isinstance(node, ast.Call) and called_name(node) not in _PATHS:
             return False
         bound = source.bindings(node) if isinstance(node, ast.Name) else []
         for statement, value in bound:

@@ -1,8 +1,8 @@
 """Reads the source of a task: the cell or function itself, and functions that it calls directly.
 
 Sources come from `linecache`, where IPython keeps cells; nothing is imported or executed. What
-another module defines is not read: a library that lies beside the notebook, and not where packages
-are installed, looks like a file of the user's, and takes minutes to read.
+another module defines is not read: a library in the notebook's folder, and not where packages are
+installed, would count as the user's file, and take minutes to read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...system.source_files import is_library
 from ..limits import MAX_SOURCE_CHARS
 
 NameCell = Callable[[str], str | None]
-"""Turns a cell's file name into what the user calls it ("In[3]"); None if it is no cell."""
+"""Returns "In[3]" for the file name of a cell, and None for other files."""
 
 MISSING = object()
 """The value of a name that is local to the source, or unknown."""
@@ -48,7 +48,7 @@ class SourceTooLongError(Exception):
 
 
 class Binding(NamedTuple):
-    """A statement that binds a name. `value` is None where it is no expression of its own."""
+    """A statement that binds a name. `value` is None unless it is a separate expression."""
 
     statement: ast.AST
     value: ast.expr | None = None
@@ -56,27 +56,27 @@ class Binding(NamedTuple):
 
 @dataclass(eq=False)
 class Source:
-    """A cell, or one function of the notebook, as a syntax tree with what is asked about it."""
+    """A cell, or one function of the notebook, as a syntax tree with its names and scopes."""
 
     tree: ast.Module | FunctionNode | ast.Lambda
 
     module: ast.Module
-    """The whole cell or file, of which the tree is a part; lines are numbered in it."""
+    """The whole cell or file that contains the tree; line numbers refer to it."""
 
     lines: Sequence[str]
-    """Those of the whole cell or file."""
+    """The lines of the whole cell or file."""
 
     place: str
-    """What people call it, "In[3]"; empty for the cell that is launched."""
+    """Its name, "In[3]"; "" for the cell that is launched."""
 
     namespace: Mapping[str, Any]
-    """The values of names from outside."""
+    """The values of names that the tree does not define."""
 
     entry: ast.AST | None = None
     """The function that each rank calls once, if it is in the tree."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The arguments of that function, as far as they are known."""
+    """The known arguments of that function."""
 
     def __post_init__(self) -> None:
         self.nodes = list(ast.walk(self.tree))
@@ -178,9 +178,9 @@ class Source:
         defined = {node.name: node for node in self.nodes if isinstance(node, _NAMED)}
         called_from: dict[ast.AST, list[ast.AST]] = {}
         for call in self.calls:
-            if dotted(call.func) in defined and not self.is_guarded(call):
+            if dotted_name(call.func) in defined and not self.is_guarded(call):
                 caller = self.outermost(call) or self.tree
-                called_from.setdefault(caller, []).append(defined[dotted(call.func)])
+                called_from.setdefault(caller, []).append(defined[dotted_name(call.func)])
         waiting = [node for node in (self.tree, self.entry) if node is not None]
         found: set[ast.AST] = set()
         while waiting:
@@ -195,7 +195,7 @@ class Source:
             node = parent
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """Return the function, class or cell in which a node stands."""
+        """Return the function, class or cell that contains a node."""
         return self._scopes.get(node, self.tree)
 
     def outermost(self, node: ast.AST) -> ast.AST | None:
@@ -220,11 +220,11 @@ class Source:
     def is_accelerator(self, node: ast.AST | None) -> bool:
         """Return whether an expression is Accelerate's Accelerator, by its name or its making."""
         made = (b.value for b in self.bindings(node)) if isinstance(node, ast.Name) else ()
-        is_named = "accelerator" in dotted(node).rpartition(".")[2].lower()
-        return is_named or any(called(value) == "Accelerator" for value in made)
+        is_named = "accelerator" in dotted_name(node).rpartition(".")[2].lower()
+        return is_named or any(called_name(value) == "Accelerator" for value in made)
 
     def scope_of_name(self, name: str, scope: ast.AST | None) -> ast.AST | None:
-        """Return the scope that binds a name seen from `scope`; None: it is global or built in."""
+        """Return the scope that binds a name for `scope`, or None for a global or built-in name."""
         here = scope
         while here is not None:
             if name in self.bound[here] and (here is scope or not isinstance(here, ast.ClassDef)):
@@ -248,9 +248,9 @@ class Source:
         return MISSING
 
     def is_kind(self, name: ast.Name, kind: str) -> bool | None:
-        """Return whether the notebook's value of a name is of a class of torch, by its name.
+        """Return whether the notebook's value of a name is an instance of the torch class `kind`.
 
-        None where there is no such value. What Accelerate has prepared is of no class of torch.
+        Returns None without a value. Objects that Accelerate has prepared are not instances.
         """
         value, torch = self.value(name), sys.modules.get("torch")
         if value is MISSING:
@@ -321,7 +321,7 @@ def _read_function(
     name_cell: NameCell | None,
     given: Mapping[str, Any] | None = None,
 ) -> Source | None:
-    """Return the source of a function; None where it has none, or was changed since."""
+    """Return the source of a function, or None if it has no source or the source has changed."""
     parsed = parse(function.__code__.co_filename) if function is not None else None
     if function is None or parsed is None:
         return None
@@ -341,7 +341,7 @@ def _read_function(
 
 
 def _parse_file(filename: str) -> tuple[ast.Module, list[str]] | None:
-    """Return the tree and lines of a cell or file; None where there is none to read."""
+    """Return the tree and lines of a cell or file, or None if it cannot be read."""
     lines = [] if is_library(filename) else linecache.getlines(filename)
     if not 0 < sum(map(len, lines)) <= MAX_SOURCE_CHARS:
         return None
@@ -368,13 +368,13 @@ def is_function(node: ast.AST | None) -> TypeGuard[FunctionNode]:
 
 
 def first_line(node: ast.AST) -> int:
-    """Return the first line of a statement or lambda, that of its decorators included."""
+    """Return the first line of a statement or lambda, including its decorators."""
     nodes = (node, *getattr(node, "decorator_list", ()))
     return min(getattr(each, "lineno", 0) for each in nodes)
 
 
-def dotted(node: ast.AST | None) -> str:
-    """Return ``a.b.c`` for a chain of attributes on a name, else the empty string."""
+def dotted_name(node: ast.AST | None) -> str:
+    """Return ``a.b.c`` for a chain of attributes on a name, else ""."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -382,8 +382,8 @@ def dotted(node: ast.AST | None) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def called(node: ast.AST | None) -> str:
-    """Return the last part of what a call calls: ``save`` for ``torch.save(…)``."""
+def called_name(node: ast.AST | None) -> str:
+    """Return the last name of a called function: ``save`` for ``torch.save(…)``."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Attribute):
         return function.attr
@@ -423,5 +423,5 @@ def _leaves(statement: ast.stmt) -> TypeGuard[ast.If]:
     """Return whether a statement is an ``if`` whose body leaves the function, or the loop."""
     last = statement.body[-1] if isinstance(statement, ast.If) else None
     if isinstance(last, ast.Expr):
-        return called(last.value) in ("exit", "_exit", "abort")
+        return called_name(last.value) in ("exit", "_exit", "abort")
     return isinstance(last, (ast.Return, ast.Continue, ast.Break, ast.Raise))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from ...findings import Finding
-from .source import Source, called, dotted, loops_around, names_in, receiver
+from .source import Source, called_name, dotted_name, loops_around, names_in, receiver
 
 _OPTIMIZER = re.compile(
     r"SGD|Adam(W|ax)?(8bit)?|(N|R|Sparse)Adam|RMSprop|Ada(grad|delta|factor)|LBFGS|ASGD|Rprop"
@@ -52,13 +52,13 @@ class Loop:
 
 
 def find_loop(backward: ast.Call, source: Source) -> Loop | None:
-    """Return the training loop that a ``backward`` is in; None if it is in none."""
+    """Return the training loop that contains a ``backward``, or None."""
     around, scope = loops_around(backward, source), source.scope(backward)
     if not around:
         return None
     inside = (node for node in ast.walk(around[-1]) if isinstance(node, ast.Call))
     calls = [call for call in inside if source.scope(call) is scope]
-    owners = [receiver(call) for call in calls if called(call) == "step"]
+    owners = [receiver(call) for call in calls if called_name(call) == "step"]
     stepped = {owner.id: owner for owner in owners if isinstance(owner, ast.Name)}
     optimizers = {name: use for name, use in stepped.items() if _is_optimizer(use, source)}
     iterated = [name for loop in around if isinstance(loop, ast.For) for name in _names(loop.iter)]
@@ -76,15 +76,15 @@ def _names(iterable: ast.expr) -> list[ast.Name]:
     """Return the plain names a ``for`` goes over, through tqdm, enumerate, zip and their like."""
     if isinstance(iterable, ast.Name):
         return [iterable]
-    if called(iterable) in (*_ITERATORS, "zip") and isinstance(iterable, ast.Call):
-        arguments = iterable.args if called(iterable) == "zip" else iterable.args[:1]
+    if called_name(iterable) in (*_ITERATORS, "zip") and isinstance(iterable, ast.Call):
+        arguments = iterable.args if called_name(iterable) == "zip" else iterable.args[:1]
         return [name for argument in arguments for name in _names(argument)]
     return []
 
 
 def _makes_optimizer(node: ast.AST | None) -> TypeGuard[ast.Call]:
     """Return whether a call makes a torch optimizer."""
-    path = dotted(node.func).split(".") if isinstance(node, ast.Call) else [""]
+    path = dotted_name(node.func).split(".") if isinstance(node, ast.Call) else [""]
     is_known = _OPTIMIZER.fullmatch(path[-1]) is not None
     is_of_torch = "optim" in path[:-1] and "lr_scheduler" not in path
     return is_known or (is_of_torch and path[-1][:1].isupper())
@@ -107,7 +107,7 @@ def _is_loader(name: ast.Name, source: Source) -> bool:
         return bool(known)
     if len(bound) == 1 and isinstance(bound[0].statement, ast.arg):
         return _LOADER.search(name.id) is not None
-    return all(called(b.value) in ("DataLoader", "StatefulDataLoader") for b in bound)
+    return all(called_name(b.value) in ("DataLoader", "StatefulDataLoader") for b in bound)
 
 
 def _is_model(name: ast.Name, source: Source) -> bool:
@@ -117,7 +117,7 @@ def _is_model(name: ast.Name, source: Source) -> bool:
         return known and not re.search("loss|crit|metric", name.id)
     given = [binding for binding in bound if isinstance(binding.statement, ast.arg)]
     others = [binding.value for binding in bound if binding not in given]
-    moved = all(isinstance(v, ast.Call) and dotted(receiver(v)) == name.id for v in others)
+    moved = all(isinstance(v, ast.Call) and dotted_name(receiver(v)) == name.id for v in others)
     return bool(given) and moved and name.id in ("model", "net", "network")  # model = model.to(…)
 
 
@@ -125,7 +125,7 @@ def _models_of(optimizer: ast.Call) -> list[str]:
     """Return the names whose ``.parameters()`` an optimizer's call is given."""
     inside = [node for node in ast.walk(optimizer) if isinstance(node, ast.Call)]
     names = ("parameters", "named_parameters")
-    return list(dict.fromkeys(dotted(receiver(c)) for c in inside if called(c) in names))
+    return list(dict.fromkeys(dotted_name(receiver(c)) for c in inside if called_name(c) in names))
 
 
 def check_prepared(source: Source) -> Iterator[Finding]:
@@ -137,9 +137,9 @@ def check_prepared(source: Source) -> Iterator[Finding]:
     prepared = _find_prepared(source)
     loops: dict[ast.AST, Loop] = {}
     for call in source.calls if prepared is not None else ():
-        owner = receiver(call) if called(call) == "backward" else None
+        owner = receiver(call) if called_name(call) == "backward" else None
         bound = source.bindings(owner) if isinstance(owner, ast.Name) else []
-        is_made = [called(binding.value) for binding in bound] == ["Accelerator"]
+        is_made = [called_name(binding.value) for binding in bound] == ["Accelerator"]
         if is_made and (loop := find_loop(call, source)):
             loops.setdefault(loop.around[-1], loop)
     for use, kind, reason in (each for loop in loops.values() for each in _find_raw(loop)):
@@ -153,7 +153,7 @@ def check_prepared(source: Source) -> Iterator[Finding]:
 
 
 def _find_prepared(source: Source) -> set[str] | None:
-    """Return the names given to ``prepare``; None where that cannot be read off the source."""
+    """Return the names given to ``prepare``, or None if the source does not show them."""
     names: set[str] = set()
     for node in source.nodes:
         if not (isinstance(node, ast.Attribute) and node.attr in _PREPARE):
@@ -165,7 +165,7 @@ def _find_prepared(source: Source) -> set[str] | None:
         if any(isinstance(argument, ast.Starred) for argument in given):
             return None
         if not isinstance(source.parents.get(call), ast.Expr):  # else its result is dropped
-            names |= {dotted(inner) for argument in given for inner in ast.walk(argument)}
+            names |= {dotted_name(inner) for argument in given for inner in ast.walk(argument)}
     return names
 
 
@@ -204,11 +204,11 @@ def _is_raw_model(model: ast.Name, source: Source) -> bool:
     if not source.bindings(model):
         return False
     for value in values:
-        if value is None or called(value) in _WRAPPERS:
+        if value is None or called_name(value) in _WRAPPERS:
             return False
         for node in ast.walk(value):
             parent = source.parents.get(node)
             is_device = isinstance(parent, ast.Attribute) and parent.attr == "device"
-            if dotted(node) and not is_device and source.is_accelerator(node):
+            if dotted_name(node) and not is_device and source.is_accelerator(node):
                 return False
     return True

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from ...findings import Finding
-from .source import FunctionNode, Source, called, is_function, names_in, receiver
+from .source import FunctionNode, Source, called_name, is_function, names_in, receiver
 
 _NAMES = re.compile(r"(^|_)(train|fit|finetune|fine_tune)(_|$)|training|^main$", re.IGNORECASE)
 _RUNS_THE_REST = ("time", "capture", "timeit", "prun")
@@ -86,12 +86,12 @@ def _find_uncalled(
 
 
 def _trains(node: ast.AST) -> bool:
-    """Return whether a part of the program looks as if it trains."""
+    """Return whether a part of the program seems to train."""
     if is_function(node) and _NAMES.search(node.name):
         return True
     calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
     return any(
-        (called(call) in ("backward", "fit") and receiver(call) is not None)
-        or _NAMES.search(called(call)) is not None
+        (called_name(call) in ("backward", "fit") and receiver(call) is not None)
+        or _NAMES.search(called_name(call)) is not None
         for call in calls
     )

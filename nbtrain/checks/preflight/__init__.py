@@ -1,6 +1,6 @@
 """Checks whether a plan can start here, and returns findings with remedies. Changes nothing.
 
-The checks are pure functions of `Facts`. Only `facts.gather` looks at the process and the host.
+The checks are pure functions of `Facts`. Only `facts.gather` reads the process and the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check(
     """Return what will probably go wrong with a plan.
 
     `built_bytes` returns the size of the models that each rank loads for itself, 0 if unknown. It
-    takes longer than all checks, so it is called only if none of them refuses the plan. Raises
+    takes longer than all checks, so it is called only after no check has refused the plan. Raises
     `PreflightError` or `PlanError` with every reason why the ranks of this plan could not run.
     """
     facts = gather(plan, device, engine)
@@ -34,7 +34,7 @@ def check(
 
 
 def unless_refused(result: list[Finding]) -> list[Finding]:
-    """Return findings if none of them refuses the launch; else raise the error of the first one."""
+    """Return findings, or raise the error of the first one that refuses the launch."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:
         raise error_of(refusals[0])("\n".join(finding.shown for finding in refusals))
@@ -42,7 +42,7 @@ def unless_refused(result: list[Finding]) -> list[Finding]:
 
 
 def error_of(refusal: Finding) -> type[PlanError | PreflightError]:
-    """Return what a refused launch raises: `PlanError` if the reason is a line of the code."""
+    """Return the exception of a refused launch: `PlanError` if the reason is a line of the code."""
     if refusal.place != NOWHERE:
         return PlanError
     is_initialized = refusal.code == "accelerator-initialized"

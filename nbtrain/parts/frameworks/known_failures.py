@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...checks import lint
-from ...checks.lint.source import Binding, Source, called, receiver
+from ...checks.lint.source import Binding, Source, receiver
 from ...engines import Engine
 from ...findings import Finding
 from ...planning.plan import Plan
@@ -69,7 +69,7 @@ def _broken_fit(plan: Plan, engine: Engine) -> Iterator[Finding]:
         options += " --engine spawn"
     for source in lint.read(plan.task):
         for call in source.calls:
-            if called(call) == "fit" and _is_of_keras(source, receiver(call)):
+            if called_name(call) == "fit" and _is_of_keras(source, receiver(call)):
                 yield source.finding(
                     call,
                     "keras-fit",
@@ -86,7 +86,7 @@ def _is_of_keras(source: Source, model: ast.expr | None) -> bool:
     """Return whether a variable is a Keras model: compiled here, or made in a strategy's scope."""
     if not isinstance(model, ast.Name):
         return False
-    compiled = (receiver(call) for call in source.calls if called(call) == "compile")
+    compiled = (receiver(call) for call in source.calls if called_name(call) == "compile")
     if any(isinstance(each, ast.Name) and each.id == model.id for each in compiled):
         return True
     return any(_is_made_in_scope(source, binding) for binding in source.bindings(model))
@@ -95,4 +95,4 @@ def _is_of_keras(source: Source, model: ast.expr | None) -> bool:
 def _is_made_in_scope(source: Source, binding: Binding) -> bool:
     above = source.ancestors(binding.statement)
     blocks = [node for node in above if isinstance(node, ast.With)]
-    return any(called(item.context_expr) == "scope" for each in blocks for item in each.items)
+    return any(called_name(item.context_expr) == "scope" for each in blocks for item in each.items)
