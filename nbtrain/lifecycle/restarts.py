@@ -121,7 +121,7 @@ def _note_unfinished_checkpoint(job: Job, supervisor: Supervisor) -> None:
     name = ""
     with contextlib.suppress(OSError, ValueError):  # a file system in trouble: the run has ended
         if all(rank.status == "done" for rank in supervisor.state.ranks):
-            name = checkpoints.unfinished(job.folder.checkpoints)
+            name = checkpoints.newest_incomplete(job.folder.checkpoints)
     if name:
         text = f"Not all ranks completed {name}, so nbtrain.last_checkpoint() does not return it."
         remedy = (

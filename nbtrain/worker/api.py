@@ -26,9 +26,9 @@ _log = logging.getLogger("nbtrain")
 
 @dataclass(frozen=True)
 class Reporter:
-    """Where this process's reports go.
+    """Where this process reports to.
 
-    Of several nodes, `rank` is the one among this node's, the `first` of which is not 0.
+    With several nodes, `rank` counts on this node, and `first` is the number of its first rank.
     """
 
     writer: EventWriter
@@ -37,18 +37,18 @@ class Reporter:
     first: int = 0
     late: ScalarReader = field(default_factory=ScalarReader)
     lost: set[str] = field(default_factory=set)
-    """Names of the training's losses that were logged, and were not finite."""
+    """Names of logged losses that were not finite."""
 
 
 active: Reporter | None = None
-"""Where this process reports to, if it is a rank."""
+"""The reporter of this process, if it is a rank."""
 
 optimizer_steps = 0
-"""How many optimizer steps were seen in this process's task: where a metric without a step is."""
+"""Optimizer steps of this process's task: the step of metrics that are logged without one."""
 
 
 def activate(reporter: Reporter | None) -> Reporter | None:
-    """Make this process report as a rank (or, with None, as none); return what was before."""
+    """Set the reporter of this process, or remove it with None; return the one before."""
     global active, optimizer_steps
     previous, active, optimizer_steps = active, reporter, 0
     return previous
@@ -119,7 +119,7 @@ def _write(
 
 
 def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> None:
-    """Report metrics some of which are on a GPU, once they have come from there."""
+    """Report metrics after their values have arrived from the GPU."""
     on_gpu = {name: value for name, value in metrics.items() if _is_on_gpu(value)}
     here = {name: None if name in on_gpu else _metric(name, v) for name, v in metrics.items()}
     now = clock.now()
@@ -140,7 +140,7 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `log` would take a value; one on a GPU is not read for it."""
+    """Whether `log` accepts a value. A value on a GPU is not read."""
     try:
         return _is_on_gpu(value) or _metric("", value) is not None
     except TypeError:

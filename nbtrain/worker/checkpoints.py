@@ -1,7 +1,7 @@
 """Gives a training folders for its checkpoints, and finds the last complete one.
 
-A checkpoint is a folder that all ranks may write into. It counts once every rank has left it: a
-rank that dies while it saves leaves one that is never taken for whole.
+A checkpoint is a folder that all ranks may write into. It is complete when every rank has left the
+block, so the checkpoint of a rank that dies while it saves is never used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_SHARED = (
 )
 
 refusal = ""
-"""Why this process keeps no checkpoints; "": it does."""
+"""Why this process cannot save checkpoints; "" if it can."""
 
 
 def attempt() -> int:
@@ -79,50 +79,50 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
     folder = checkpoint_dir() / f"step-{int(step):08d}"
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f".done-{rank}"
-    mark.unlink(missing_ok=True)  # of an earlier attempt at this step: from here on, it is not
+    mark.unlink(missing_ok=True)  # of an earlier attempt: the checkpoint is incomplete from now on
     yield folder
-    # What all parts of a checkpoint share, and those of another attempt do not.
+    # The same for all ranks of an attempt, and different in another attempt.
     mark.write_text(f"attempt {attempt()}, {int(os.environ.get('WORLD_SIZE') or 1)} ranks")
     if rank == "0":
         prune(_dir(), keep)
 
 
 def last_checkpoint() -> Path | None:
-    """Return the folder of the newest complete checkpoint; None if there is none.
+    """Return the folder of the newest complete checkpoint, or None.
 
-    All ranks of an attempt get the same folder if they ask before any of them saves again. After a
-    restart on fewer nodes, a larger number of ranks may have saved it.
+    All ranks of an attempt get the same folder if they call this before any of them saves again.
+    After a restart on fewer nodes, a larger number of ranks may have saved it.
     """
-    return next(iter(whole(_dir())[-1:]), None)
+    return next(iter(complete_checkpoints(_dir())[-1:]), None)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or not, oldest first."""
+    """Return all checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
-def whole(folder: Path) -> list[Path]:
-    """Return those that all ranks of the attempt which saved them have left, oldest first."""
-    return list(filter(_is_whole, checkpoints_in(folder)))
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    return list(filter(_is_complete, checkpoints_in(folder)))
 
 
-def unfinished(folder: Path) -> str:
-    """Return the name of the newest checkpoint, if rank 0 has left it and others have not."""
+def newest_incomplete(folder: Path) -> str:
+    """Return the name of the newest checkpoint if rank 0 has left it and other ranks have not."""
     newest = next(iter(checkpoints_in(folder)[-1:]), None)
-    is_saved = newest is not None and (newest / ".done-0").exists() and not _is_whole(newest)
+    is_saved = newest is not None and (newest / ".done-0").exists() and not _is_complete(newest)
     return newest.name if newest is not None and is_saved else ""
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Delete what is older than the newest `keep` that are whole (None: all stay)."""
-    newest = whole(folder)[-keep:] if keep is not None else []
+    """Delete the checkpoints that are older than the newest `keep` complete ones (None: none)."""
+    newest = complete_checkpoints(folder)[-keep:] if keep is not None else []
     for path in checkpoints_in(folder) if newest else ():
         if path < newest[0]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether as many ranks have left it as the stamp says, which all of them share."""
+def _is_complete(folder: Path) -> bool:
+    """Whether all ranks of one attempt have left the checkpoint."""
     try:
         stamp = (folder / ".done-0").read_text()
         match = _STAMP.fullmatch(stamp)

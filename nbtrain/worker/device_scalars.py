@@ -1,7 +1,7 @@
 """Reads scalars on a GPU, or on another device, without making the training wait.
 
-``loss.item()`` holds the training until the GPU has caught up. Here the value is copied to the CPU
-behind the work that makes it, and read when it has arrived.
+``loss.item()`` blocks the training until the GPU has computed the loss. Here the value is copied to
+the CPU after the work that computes it, and read when it has arrived.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_late(kind: str) -> bool:
 class GraphCaptures:
     """Counts the CUDA graphs that this process is recording, in any thread.
 
-    Meanwhile no event may be queried and nothing pinned: CUDA would give up the recording.
+    During a recording, no event may be queried and no memory pinned: CUDA would abort it.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class GraphCaptures:
         self.count += 1
         try:
             return original(*args, **kwargs)
-        except BaseException:  # whatever it was, nothing is being recorded
+        except BaseException:  # no recording has started
             self.count -= 1
             raise
 
@@ -67,7 +67,7 @@ class GraphCaptures:
             self.count = max(0, self.count - 1)
 
     def under_way(self, torch: ModuleType | Any) -> bool:
-        """Whether a graph is being recorded, as far as torch shows it; a GPU must be in use."""
+        """Whether a graph is being recorded, if torch shows that. A GPU must be in use."""
         return self.count > 0 or bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -97,7 +97,7 @@ class ScalarReader:
     def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
         """Begin to read scalars of one kind of device.
 
-        CUDA tensors that are being recorded in a graph have no value: `then` gets none.
+        CUDA tensors that are being recorded in a graph have no value, so `then` gets an empty dict.
         """
         kind = next((tensor.device.type for tensor in tensors.values()), "")
         if kind in READERS:

@@ -1,9 +1,9 @@
-"""Collects the facts about a failure that only the failing rank can see, when it happens.
+"""Collects facts about a failure in the failing rank, at the moment of the failure.
 
-How a DataLoader's workers ended, the room left on a full disk, the limits of descriptors and
-processes: a line each, stored in the rank's last event. The first line names what happened. And
-where its code leaves the process: by `sys.exit`, which is an exception, or by `os._exit`, after
-which nothing of Python runs.
+They are the ends of a DataLoader's workers, the space on a full disk, and the limits of descriptors
+and processes: one line each, stored in the rank's last event. The first line describes the failure.
+This module also records where the code ends the process: by `sys.exit`, which is an exception, or
+by `os._exit`, after which Python runs no more code.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _LESS_SHARED = (
 
 
 @contextlib.contextmanager
-def without_child_signals() -> Iterator[None]:
-    """Ignore the ends of children: a DataLoader's SIGCHLD handler raises when a worker ended."""
+def ignore_child_signals() -> Iterator[None]:
+    """Ignore SIGCHLD in the body: a DataLoader's handler raises when a worker has ended."""
     number = getattr(signal, "SIGCHLD", None)
     if number is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -81,7 +81,7 @@ def last_collective() -> Collectives:
 
 
 def last_collectives(recorder: Path) -> Collectives:
-    """Return the last collectives of the default group, by this rank's own recorder."""
+    """Return the last collectives of the default group from this rank's flight recorder."""
     if not is_in_group():
         return ()
     with contextlib.suppress(Exception):
@@ -90,16 +90,16 @@ def last_collectives(recorder: Path) -> Collectives:
         names = (collectives.DEFAULT_GROUP, collectives.DEFAULT_GROUP + collectives.NCCL_SUFFIX)
         longest = max((groups.get(name, ()) for name in names), key=len)
         if last := longest[-limits.MAX_LAST_COLLECTIVES :]:
-            return tuple((c.number, c.name, _shown(c.shape), c.is_pending) for c in last)
+            return tuple((c.number, c.name, _format_shape(c.shape), c.is_pending) for c in last)
     return ((0, "", "", False),)
 
 
-def _shown(shape: tuple[int, ...] | None) -> str:
+def _format_shape(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape or ()))
 
 
 def evidence(error: BaseException) -> ev.Evidence:
-    """Return the circumstances of an exception, a code and a line each; never raises."""
+    """Return facts about an exception, each as a code and a line. Never raises."""
     lines: list[tuple[str, str]] = []
     for look in (_loader_workers, _full_disk, _descriptors, _no_process, _unused_parameters):
         with contextlib.suppress(Exception):  # a hostile exception, a /proc that is not there
@@ -126,7 +126,7 @@ def _text(error: BaseException) -> str:
 
 
 def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield how the workers of a DataLoader ended, and what is free in /dev/shm."""
+    """Yield how the workers of a DataLoader ended, and the free space in /dev/shm."""
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
     workers: list[Any] = next((w for o in loaders if (w := getattr(o, "_workers", None))), [])
@@ -155,7 +155,7 @@ def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _full_disk(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield which file system is full; torch's writer raises an error that does not name it."""
+    """Yield which file system is full, because the error of torch's writer does not name it."""
     codes = {link.errno for link in _chain(error) if isinstance(link, OSError)}
     if codes.isdisjoint((errno.ENOSPC, errno.EDQUOT)) and not _NO_ROOM.search(_text(error)):
         return
@@ -175,7 +175,7 @@ def _full_disk(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _files(error: BaseException) -> Iterator[str]:
-    """Yield names of files that may have been written to, the surest first."""
+    """Yield the names of files that may have been written, the most likely first."""
     values = [getattr(link, "filename", None) for link in _chain(error)]
     for frame in reversed(list(_frames(error))):
         values += (*frame.f_locals.values(), *frame.f_code.co_consts)
@@ -211,7 +211,7 @@ def _no_process(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield the names of the parameters of which torch's DDP says only the numbers."""
+    """Yield the names of parameters that torch's DDP lists by number."""
     indices = _UNUSED.search(_text(error))
     models = (frame.f_locals.get("self") for frame in _frames(error))
     model: Any = next((m for m in models if type(m).__name__ == "DistributedDataParallel"), None)
@@ -232,18 +232,20 @@ def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def report_os_exit(rank: int, writer: EventWriter) -> None:
-    """Report a call of `os._exit` in this process, of code that is not nbtrain's own."""
+    """Report calls of `os._exit` in this process, except those of nbtrain."""
     process = os.getpid()
 
     def leave(original: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Exception):  # an argument that is no number: os._exit says so
+        with contextlib.suppress(Exception):  # os._exit raises for a wrong argument
             caller = _caller(sys._getframe())
             if os.getpid() == process and not is_own(caller.f_code.co_filename):
                 code = int(*args, *kwargs.values())
                 frame: FrameType | None = caller
                 while frame is not None and is_library(frame.f_code.co_filename):
                     frame = frame.f_back
-                at = "" if frame is None else _named(frame.f_code.co_filename, frame.f_lineno)
+                at = (
+                    "" if frame is None else _format_place(frame.f_code.co_filename, frame.f_lineno)
+                )
                 error = f"os._exit({code}){at}"
                 writer.write(ev.Failing(clock.now(), rank, error, ev.OS_EXIT))
         return original(*args, **kwargs)
@@ -255,17 +257,17 @@ def describe_sys_exit(leaving: SystemExit) -> str:
     """Return ``sys.exit(3) at In[2], line 4``."""
     frames = exceptions.capture(leaving, pickles=False).frames
     place = next((f for f in reversed(frames) if not f.is_library), None)
-    at = "" if place is None else _named(place.filename, place.line)
+    at = "" if place is None else _format_place(place.filename, place.line)
     return f"sys.exit({leaving.code!r}){at}"
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """Return the frame that made the call which is patched."""
+    """Return the frame that called the patched function."""
     own = (__file__, instrumentation.__file__)
     while frame.f_code.co_filename in own and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
-def _named(filename: str, line: int) -> str:
+def _format_place(filename: str, line: int) -> str:
     return f" at {short_name(filename)}, line {line}"

@@ -1,19 +1,19 @@
 """Limits in a rank: how often a training is looked at, and how much of it is kept or sent."""
 
 REPORT_INTERVAL_S = 0.5
-"""Between two reports of counts, two looks at the loops around a step, and two losses of a GPU."""
+"""Between two reports of counts, readings of the loops around a step, and losses of a GPU."""
 
 STANDSTILL_REPORT_AFTER_S = 1.0
 """Without a step or a batch for so long, the last counts are reported: the rank may hang."""
 
 NEW_PASS_LOOK_INTERVAL_S = 0.02
-"""Between two looks at the loops where a new pass over the data has begun."""
+"""Between two readings of the loops if a new pass over the data has begun."""
 
 BAR_REPORT_INTERVAL_S = 0.1
 """Between two reports of a progress bar. Its end is always reported."""
 
 MAX_FRAMES = 60
-"""Frames around a step in which loops are looked for."""
+"""Frames around a step that are searched for loops."""
 
 MAX_FIRST_LOSSES = 256
 """Steps from the start whose losses are all reported, so that a short training has a curve."""
@@ -22,13 +22,13 @@ MAX_SKIPPED_LOSSES = 10
 """Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
 
 ENDLESS_PASS_BATCHES = 1_000_000_000
-"""A pass of so many batches has another end than its length, so the length is not shown."""
+"""A longer pass does not end with its length, so the length is not shown."""
 
 COMPARED_STEPS = 10
 COMPARED_BATCHES = 8
 COMPARED_PARAMETERS = 8
-"""What the comparison of ranks gets: the first batches and losses, after so many steps, and
-parameters from all over the model."""
+"""What the ranks' comparison gets: the first batches and losses, after these steps, and parameters
+from all over the model."""
 
 CHECKSUM_BYTES = 1 << 16
 """The first bytes of a tensor, which its checksum is made of."""
@@ -61,7 +61,7 @@ MAX_LOGGED_HTML_CHARS = 4000
 """Characters of the text of HTML in the log."""
 
 MAX_NAMED_PARAMETERS = 8
-"""Parameters without a gradient that are named. Of the others, the number is told."""
+"""Parameters without a gradient that are named. The others are counted."""
 
 FULL_DISK_BYTES = 1 << 20
 """A file system with less free space counts as full, where the error does not name it."""
@@ -79,4 +79,4 @@ THREAD_TOTAL_LIMIT_S = 600.0
 a rank that is the kernel, a cell waits for them."""
 
 BUSY_CPU_SHARE = 0.005
-"""CPU seconds per second from which on a process counts as doing something."""
+"""A process that uses less CPU time per second counts as idle."""

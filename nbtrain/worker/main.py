@@ -1,7 +1,6 @@
-"""Runs in a rank: environment, threads, the call, the outcome. Does not use IPython.
+"""Runs a rank: sets up the process, calls the task, and reports the outcome. Does not use IPython.
 
-Whatever engine brought the process to life calls `main` in it, with everything a rank needs in a
-`Job`; what the rank reports goes into the run folder.
+Every engine calls `main` in the rank's process with a `Job`. The rank reports into the run folder.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
     allow_fsdp_on_cpu,
+    clear_prepared_marks,
+    disable_torch_xla,
     fork_child_processes,
     join_run_world,
-    keep_from_xla,
     keep_process_groups,
-    prepare_models_anew,
     quiet_tokenizers,
     rank_environment,
     renew_accelerate_state,
@@ -64,7 +63,7 @@ FAILED = 1
 
 
 job_of_process: Job | None = None
-"""What this process was started for, if it is a rank."""
+"""The job that this process was started for, if it is a rank."""
 
 
 def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
@@ -77,7 +76,7 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     stack_dumps.lost = job.lost
     os.environ.update(rank_environment(job, rank, os.environ))
     if os.environ.get("USE_TORCH_XLA") == "0":
-        keep_from_xla()
+        disable_torch_xla()
     _set_threads()
     if job.scratch:
         from multiprocessing import process
@@ -100,7 +99,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     world = job.world
     on_this_host = (world.ranks if world else 0) or job.world_size
     lasting = job_of_process.folder if job.is_live and job_of_process else job.folder
-    answering = lasting if job.is_mirrored else job.folder  # where somebody would look
+    answering = lasting if job.is_mirrored else job.folder  # where stacks are read
     stack_dumps.install(answering, rank, writer, on_this_host, lasting)
     task_values.keep_references(job.plan.task)
     first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
@@ -124,7 +123,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     keep_process_groups()
     fork_child_processes()
     if api.world_size() > 1:
-        prepare_models_anew()
+        clear_prepared_marks()
     join_run_world(job.device, size)
     if job.device == "cpu" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         allow_fsdp_on_cpu()
@@ -134,9 +133,9 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     if job.is_live:  # else with the process: a thread may report until then
         writer.close()
     elif code == 0:
-        with contextlib.suppress(OSError, KeyboardInterrupt):  # all is told
+        with contextlib.suppress(OSError, KeyboardInterrupt):  # everything has been reported
             join_threads()
-            _leave_as_peers_do(job)
+            _destroy_group_without_blocking(job)
     return code
 
 
@@ -173,7 +172,7 @@ def _run_and_report(
         except BaseException:
             # First: a DataLoader's handler of SIGCHLD may raise again, for the same worker or
             # another one, and its error would replace the one that is reported.
-            after.enter_context(failure_evidence.without_child_signals())
+            after.enter_context(failure_evidence.ignore_child_signals())
             raise
     except SystemExit as leaving:
         if not job.is_live:
@@ -183,9 +182,9 @@ def _run_and_report(
         )
         _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
         return FAILED, None
-    except BaseException as error:  # whatever the user's code raised is this rank's outcome
+    except BaseException as error:  # of any kind, raised by the user's code
         for side in sides_of(job):
-            side.failed(job, error)
+            side.handle_failure(job, error)
         _report_failure(job, rank, writer, spare, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran
             sender.rescue()
@@ -347,16 +346,16 @@ def _finish_device_work(job: Job) -> None:
     """Let what was queued on a device end: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
     for side in sides_of(job):
-        side.returned(job)
+        side.finish_task(job)
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def _leave_as_peers_do(job: Job) -> None:
-    """Leave the default process group, but stay no longer than a peer may need this rank.
+def _destroy_group_without_blocking(job: Job) -> None:
+    """Leave the default process group without waiting longer than a peer may need this rank.
 
-    To free a group, gloo (torch 2.13) waits up to 10 ms for each peer, idle, and for its queued
-    work. Once each peer has returned from its task, none waits for that.
+    When gloo (torch 2.13) frees a group, it waits idly up to 10 ms for each peer, and for its
+    queued work. After each peer has returned from its task, that wait is useless.
     """
     if not _has_process_group():
         return
@@ -365,7 +364,7 @@ def _leave_as_peers_do(job: Job) -> None:
     freeing = threading.Thread(target=groups.clear, name="nbtrain-leave", daemon=True)
     try:
         freeing.start()
-    except RuntimeError:  # this process can start no more threads
+    except RuntimeError:  # this process cannot start a thread
         groups.clear()
     peers = [job.folder.result(rank) for rank in range(job.world_size)]
     while peers and freeing.is_alive():

@@ -48,7 +48,7 @@ def refusal(
     started = f"{launcher} would start ranks within rank {api.rank()} of this run. "
     names = [function] if isinstance(function, str) else []
     library = ""
-    for each in () if names else (function, *_flattened(args)):
+    for each in () if names else (function, *_flatten(args)):
         callee = getattr(each, "func", each)  # of a functools.partial
         code = getattr(callee, "__code__", None)
         if code is None:
@@ -69,6 +69,6 @@ def refusal(
     )
 
 
-def _flattened(args: Any) -> Iterator[Any]:
+def _flatten(args: Any) -> Iterator[Any]:
     for each in args:
-        yield from _flattened(each) if isinstance(each, (tuple, list)) else (each,)
+        yield from _flatten(each) if isinstance(each, (tuple, list)) else (each,)

@@ -71,7 +71,7 @@ def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[
     for_nccl = "" if is_local or is_chosen else world.interface
     for name, value in (
         ("GLOO_SOCKET_IFNAME", for_gloo),
-        # "=" asks for this very interface; otherwise NCCL takes every one that begins so.
+        # "=" selects exactly this interface; otherwise NCCL uses all with this prefix.
         ("NCCL_SOCKET_IFNAME", for_nccl and f"={for_nccl}"),
         ("OMP_NUM_THREADS", str(job.threads)),
         # A rank that ends right after gloo connected it would cut off those still connecting.
@@ -100,17 +100,17 @@ def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def join_run_world(device: str, world_size: int) -> None:
-    """Let a plain `PartialState()` see the run's world: none if this rank is alone in it.
+    """Make a plain `PartialState()` use the world of the run, or none in a single rank.
 
-    Accelerate (1.15) takes a process with ``LOCAL_RANK`` for one of several, and wrapped the model
-    of a single rank in DistributedDataParallel. The variable stays, since code written for torchrun
-    reads it. On CPU ranks, Accelerate joins no world without ``cpu=True``, which `Accelerator()`
-    reads in the environment and `PartialState` does not: every rank would be alone, with all of the
-    data. And it calls the device "cpu:0", where `torch.load` (2.13) can load nothing: the `Trainer`
-    of transformers 5.15 could not resume.
+    Accelerate (1.15) treats a process with ``LOCAL_RANK`` as one of several, and wrapped the model
+    of a single rank in DistributedDataParallel. The variable stays, because code for torchrun reads
+    it. On CPU ranks, Accelerate joins the world only with ``cpu=True``. `Accelerator()` reads that
+    in the environment, but `PartialState` does not, so every rank would train alone, with all of
+    the data. It also names the device "cpu:0", which `torch.load` (2.13) cannot load to, so that
+    the `Trainer` of transformers 5.15 could not resume.
     """
     if world_size == 1 and device != "xla":
-        patch("accelerate.state:PartialState", "__init__", _init_alone)
+        patch("accelerate.state:PartialState", "__init__", _init_single)
     if device == "cpu":
         patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
         patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
@@ -137,7 +137,7 @@ def _prepare_untrained(
 _NEEDS_GROUP = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 
 
-def _init_alone(original: Any, *args: Any, **kwargs: Any) -> None:
+def _init_single(original: Any, *args: Any, **kwargs: Any) -> None:
     """Make the state of one process, except for what trains in a group of one, too."""
     needs_group = any(os.environ.get(name, "").lower() == "true" for name in _NEEDS_GROUP)
     local_rank = None if needs_group else os.environ.pop("LOCAL_RANK", None)
@@ -166,7 +166,7 @@ def _keep_deepspeed(original: Any, *args: Any, **kwargs: Any) -> None:
             os.environ["ACCELERATE_USE_CPU"] = use_cpu
 
 
-def prepare_models_anew() -> None:
+def clear_prepared_marks() -> None:
     """Let `accelerator.prepare` wrap a model that the notebook has prepared for itself.
 
     Accelerate (1.15) marks a model that it has prepared, and leaves a marked one as it is. In a
@@ -174,7 +174,7 @@ def prepare_models_anew() -> None:
     DistributedDataParallel came around the model, and each rank trained one of its own.
     """
     for name in ("prepare", "prepare_model"):
-        patch("accelerate.accelerator:Accelerator", name, _prepare_anew)
+        patch("accelerate.accelerator:Accelerator", name, _prepare_unmarked)
 
 
 _MARK = "_is_accelerate_prepared"
@@ -182,7 +182,7 @@ _prepared = weakref.WeakSet[Any]()
 """The models that were prepared in this process."""
 
 
-def _prepare_anew(original: Any, accelerator: Any, *values: Any, **named: Any) -> Any:
+def _prepare_unmarked(original: Any, accelerator: Any, *values: Any, **named: Any) -> Any:
     for value in (*values, *named.values()):
         if task_values.is_model(value) and value not in _prepared and not _is_wrapper(value):
             vars(value).pop(_MARK, None)
@@ -198,12 +198,12 @@ def _is_wrapper(model: Any) -> bool:
 
 
 def renew_accelerate_state(plan: Plan) -> None:
-    """Clear the state of Accelerate that this rank inherited: it is that of the notebook alone.
+    """Clear the inherited state of Accelerate, which belongs to the notebook.
 
-    A rank that is alone may go on with it, and with an Accelerator that the notebook made.
+    A single rank may keep it, with an Accelerator that the notebook made.
 
-    Objects of the notebook that show it (TrainingArguments, a PartialState) show the run's world
-    from then on, as all instances share one state.
+    Objects of the notebook that show the state (TrainingArguments, a PartialState) show the run's
+    world from then on, because all instances share one state.
     """
     is_alone = plan.num_processes == 1 and plan.nodes is None
     if is_alone and any(accelerate_objects.find_single_process_objects(plan.task)):
@@ -217,15 +217,15 @@ def renew_accelerate_state(plan: Plan) -> None:
         if accelerate_objects.is_shared_state(each):
             accelerate_objects.make_state()
         elif vars(each).pop("_setup_devices", None) is not None:  # the notebook's device
-            each.device  # noqa: B018  # TrainingArguments look for it anew, and join
+            each.device  # noqa: B018  # TrainingArguments set it again, and join
 
 
 def serve_own_store(served: int) -> None:
-    """Let ranks meet at a port of their own, as code written for `mp.spawn` does.
+    """Let ranks connect through another port than the launcher's, as code for `mp.spawn` does.
 
     That code sets MASTER_ADDR and MASTER_PORT itself. No launcher serves a store there, so rank 0
-    has to: torch does not while ``TORCHELASTIC_USE_AGENT_STORE`` says that the launcher does, as it
-    does at the port `served`, by whatever name of the host.
+    must do it. torch does not as long as ``TORCHELASTIC_USE_AGENT_STORE`` is set, which is correct
+    only for the port `served`, under any name of the host.
     """
 
     def create(original: Any, hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def serve_own_store(served: int) -> None:
         if port != served:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         connected = threading.Event()
-        # Asked meanwhile, this thread answers: a signal would break off torch's waiting.
+        # The signal for stacks then goes to this thread: it would interrupt torch's wait.
         threading.Thread(target=connected.wait, daemon=True).start()
         try:
             return original(hostname, port, *args, **kwargs)
@@ -269,17 +269,16 @@ _LOADER_CLASSES = {
 
 
 def use_own_workers() -> None:
-    """Have loaders start new workers in this process, and leave alone those that it inherited.
+    """Make loaders start new workers in this process and ignore inherited ones.
 
-    A DataLoader with ``persistent_workers=True`` keeps its iterator, and with it the workers that
-    the notebook started. A rank that used them got answers to the notebook's requests (`KeyError`).
-    When it deleted its copy of the iterator, it told these workers to end, and the notebook's own
-    loader waited for ever.
+    A DataLoader with ``persistent_workers=True`` keeps its iterator and the notebook's workers. A
+    rank that used them got replies to the notebook's requests (`KeyError`). When it deleted its
+    copy of the iterator, it ended these workers, and the notebook's loader waited forever.
     """
     for module, (loader, iterator) in _LOADER_CLASSES.items():
         patch(f"{module}:{loader}", "__iter__", _iterate_own)
         patch(f"{module}:{iterator}", "_shutdown_workers", _shut_down_own)
-        if api.world_size() > 1:  # else nobody takes another rank's batches
+        if api.world_size() > 1:  # a single rank takes no other rank's batches
             patch(f"{module}:{iterator}", "_next_data", _next_own_data)
 
 
@@ -382,7 +381,7 @@ def _init_with_fsdp(original: Any, state: Any, *args: Any, **kwargs: Any) -> Non
     module.PartialState._shared_state["distributed_type"] = state.distributed_type
 
 
-def keep_from_xla() -> None:
+def disable_torch_xla() -> None:
     """Keep Accelerate and transformers from using XLA here, where they are imported already.
 
     They use it wherever torch_xla is installed, and each rank would train for itself.

@@ -16,10 +16,10 @@ class RankSide:
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
         """Prepare for a task. `scratch` is a folder for sockets."""
 
-    def returned(self, job: Job) -> None:
+    def finish_task(self, job: Job) -> None:
         """Let what was queued end: the task has returned, and a peer may wait for this rank."""
 
-    def failed(self, job: Job, error: BaseException) -> None:
+    def handle_failure(self, job: Job, error: BaseException) -> None:
         """Look at an exception of the task, before it is reported."""
 
 

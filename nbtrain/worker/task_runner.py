@@ -19,14 +19,14 @@ def run_task(task: Task) -> Any:
     if isinstance(task, Call):
         value = task.function(*task.args, **task.kwargs)
     else:
-        codes = _compiled(task)
+        codes = _compile_cell(task)
         if any(code.co_flags & inspect.CO_COROUTINE for code in codes):
-            return _in_a_loop(_run_cell_awaiting(task, codes))
+            return _run_in_loop(_run_cell_awaiting(task, codes))
         value = None
         for code in codes:
             value = eval(code, task.namespace)
         value = _call(task, value)
-    return _in_a_loop(_awaited(value)) if inspect.iscoroutine(value) else value
+    return _run_in_loop(_await_value(value)) if inspect.iscoroutine(value) else value
 
 
 def failing_plan(error: Exception, place: str) -> Plan:
@@ -63,11 +63,11 @@ def _call(cell: Cell, value: Any) -> Any:
     return cell.namespace[cell.function](*positional, **given)
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value
 
 
-def _in_a_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def _run_in_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end, also where a loop runs already (inline, in a kernel)."""
     import asyncio  # which takes 10 ms
 
@@ -81,7 +81,7 @@ def _in_a_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
             asyncio.set_event_loop(running)
 
 
-def _compiled(cell: Cell) -> list[CodeType]:
+def _compile_cell(cell: Cell) -> list[CodeType]:
     """Compile the cell's statements, and a trailing expression apart from them."""
     tree = parse(cell.source, cell.filename)
     last = tree.body[-1]

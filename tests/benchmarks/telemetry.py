@@ -54,7 +54,7 @@ def count_parts(rounds: int) -> list[float]:
     """Return the µs of CPU time that going over a model of 1,000 parameters takes."""
     import torch
 
-    from nbtrain.worker.observers.tensor_memory import counted
+    from nbtrain.worker.observers.tensor_memory import count_tensors
 
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(500)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -63,7 +63,7 @@ def count_parts(rounds: int) -> list[float]:
     taken = []
     for _ in range(rounds):
         start = time.process_time()
-        counted(0, [model], [optimizer])
+        count_tensors(0, [model], [optimizer])
         taken.append(1e6 * (time.process_time() - start))
     return taken
 

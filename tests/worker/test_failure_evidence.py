@@ -90,7 +90,7 @@ def test_no_handler_raises_into_the_report() -> None:
 
     before = signal.signal(signal.SIGCHLD, handler)
     try:
-        with failure_evidence.without_child_signals():
+        with failure_evidence.ignore_child_signals():
             os.kill(os.getpid(), signal.SIGCHLD)
         assert signal.getsignal(signal.SIGCHLD) is handler
     finally:
@@ -101,7 +101,7 @@ def test_elsewhere_than_in_the_main_thread_it_does_nothing() -> None:
     done: list[bool] = []
 
     def look() -> None:
-        with failure_evidence.without_child_signals():
+        with failure_evidence.ignore_child_signals():
             done.append(True)
 
     thread = threading.Thread(target=look)

@@ -48,7 +48,7 @@ class DebuggerRank(RankSide):
                 "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
             )
 
-    def failed(self, job: Job, error: BaseException) -> None:
+    def handle_failure(self, job: Job, error: BaseException) -> None:
         global _failed
         if _active is not None and job.plan.debug and not isinstance(error, KeyboardInterrupt):
             _active.look_into(error)

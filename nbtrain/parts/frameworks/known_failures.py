@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...checks import lint
-from ...checks.lint.source import Binding, Source, receiver
+from ...checks.lint.source import Binding, Source, called_name, receiver
 from ...engines import Engine
 from ...findings import Finding
 from ...planning.plan import Plan

@@ -88,7 +88,7 @@ class FrameworksRank(RankSide):
         if (own := world.current_world()).size > 1:
             joining.set_variables(own)
 
-    def returned(self, job: Job) -> None:
+    def finish_task(self, job: Job) -> None:
         if self._models:
             from .keras_models import send_weights
 
@@ -98,7 +98,7 @@ class FrameworksRank(RankSide):
 
             leave_jax()
 
-    def failed(self, job: Job, error: BaseException) -> None:
+    def handle_failure(self, job: Job, error: BaseException) -> None:
         if "jax._src.distributed" in sys.modules and not job.is_live:
             from .joining import abandon_jax
 

@@ -43,7 +43,7 @@ class XlaRank(RankSide):
 
             when_imported("torch_xla.core.xla_model", watch)
 
-    def returned(self, job: Job) -> None:
+    def finish_task(self, job: Job) -> None:
         if job.is_live:  # its engine does so at the end of other ranks
             xla.finish()
 

@@ -1,7 +1,7 @@
-"""Where nbtrain listens to torch and the libraries that train with it.
+"""Hooks into torch and the libraries that train with it.
 
-Each module patches one library, or one side of torch, and tells the observers; nothing else in a
-rank patches a library in order to observe. What no observer asks for is not patched.
+Each module patches one library, or one part of torch, and notifies the observers. No other code of
+a rank patches a library to observe it. Events without an observer are not patched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WATCH = {
     "optimizer_made": (steps.watch_made,),
     "first_stepped": (steps.watch_steps,),
     "stepped": (steps.watch_steps,),
-    "before_next": (),  # as far as losses or batches are watched
+    "before_next": (),  # comes with the patches for losses or batches
     "scaling": (losses.watch,),
     "backward": (losses.watch,),
     "indexes_drawn": (batches.watch,),
@@ -50,23 +50,23 @@ _WATCH = {
     "fitting": (lightning.watch_fitting,),
     "bar": (progress_bars.watch,),
 }
-"""What has a library tell of an event, now or once it is imported.
+"""The functions that patch a library for an event, now or when it is imported.
 
-Events may share a function: `patch` makes the same patch once.
+Events may share a function, because `patch` applies the same patch once.
 """
 
 
 _lock = threading.Lock()
-"""Held while `listeners` change: a thread that reads a loader may drop one."""
+"""Held while `listeners` change, because a thread that reads a loader may remove one."""
 
 _lasting: set[str] = set()
-"""The events for which the libraries stay patched."""
+"""The events whose patches stay for all tasks."""
 
 
 def keep() -> None:
-    """Patch the libraries for all events now, and leave them so: many tasks are to come.
+    """Patch the libraries for all events, for all tasks of a live rank.
 
-    To patch them for each task takes 1 ms. Bars are left out: each task begins them anew.
+    Patching them for each task would take 1 ms. Bars are left out, because each task resets them.
     """
     for event in _WATCH.keys() - {"bar"}:
         for watch in _WATCH[event]:
@@ -75,21 +75,21 @@ def keep() -> None:
 
 
 def begin_task() -> None:
-    """Watch this process from now on; what libraries did before belongs to another task."""
+    """Start to observe a task. What libraries did before belongs to another task."""
     guard.activate()
     losses.forget_scaling()
 
 
 def begin_steps() -> None:
-    """Tell of each optimizer's next step as its first, now that all who listen were added.
+    """Treat each optimizer's next step as its first. Call it after all observers were added.
 
-    A thread that an earlier task of this process left behind may have stepped meanwhile.
+    A thread of an earlier task may have made steps before.
     """
     steps.forget_steps()
 
 
 def add(observer: Observer | Any, *events: str) -> None:
-    """Tell an observer from now on, of some `events` or of all for which it has a method."""
+    """Notify an observer from now on, of some `events` or of all that it has a method for."""
     purpose = getattr(observer, "purpose", Observer.purpose)
     for event in events or EVENTS:
         method = getattr(type(observer), event, None)
@@ -103,7 +103,7 @@ def add(observer: Observer | Any, *events: str) -> None:
 
 
 def drop(observer: Observer, *events: str) -> None:
-    """Tell an observer no more of events; it has seen what it wanted to know."""
+    """Stop notifying an observer of events."""
     for event in events:
         method = getattr(observer, event)
         with _lock:

@@ -9,7 +9,7 @@ from .observer import tell
 
 
 def watch() -> None:
-    """Tell of what ``accelerator.log`` is given, whatever tracker it is for."""
+    """Notify of values given to ``accelerator.log``, for any tracker."""
     patch("accelerate.accelerator:Accelerator", "log", _log)
 
 

@@ -1,6 +1,6 @@
-"""The batches of torch's loaders, and of those that read through them.
+"""Hooks for the batches of torch's loaders, and of loaders that read through them.
 
-A loader that another one reads from is not told of: its batches are parts of the other's.
+A loader that another loader reads is left out, because its batches are parts of the other's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _thread = threading.local()
 
 
 def watch() -> None:
-    """Tell of batches."""
+    """Notify of batches."""
     iterator = "torch.utils.data.dataloader:_BaseDataLoaderIter"  # seen in torch 2.7 to 2.13
     patch(iterator, "__next__", _next)
     patch(iterator, "_next_index", _next_index)

@@ -10,7 +10,7 @@ from .observer import tell
 
 
 def watch() -> None:
-    """Tell of what a Learner records at the end of an epoch: losses and metrics."""
+    """Notify of the losses and metrics that a Learner records at the end of an epoch."""
     patch("fastai.learner:Recorder", "after_epoch", _after_epoch)
 
 

@@ -14,11 +14,11 @@ is_asleep = False
 """Whether this process was forked by a rank: a worker of a loader is no rank."""
 
 broken: set[str] = set()
-"""Purposes of which something has failed."""
+"""Purposes that have failed."""
 
 
 def stop(purpose: str, error: Exception) -> None:
-    """Do no more of what serves a purpose, and say so in the rank's log."""
+    """Stop everything that serves a purpose, and print that in the rank's log."""
     broken.add(purpose)
     reason = f"{type(error).__name__}: {error}"
     print(f"nbtrain: {purpose} stopped ({reason}); the training continues", file=sys.stderr)

@@ -11,7 +11,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def watch_logs() -> None:
-    """Tell of what is logged."""
+    """Notify of logged values."""
     for package in _PACKAGES:
         connector = f"{package}.trainer.connectors.logger_connector.logger_connector"
         patch(f"{connector}:_LoggerConnector", "log_metrics", _log_metrics)
@@ -25,7 +25,7 @@ def _log_metrics(original: Any, connector: Any, metrics: Any, *args: Any, **kwar
 
 
 def watch_fitting() -> None:
-    """Tell of epochs."""
+    """Notify of epochs."""
     for package in _PACKAGES:
         patch(f"{package}.loops.fit_loop:_FitLoop", "advance", _advance)
 

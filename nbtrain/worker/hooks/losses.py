@@ -1,4 +1,4 @@
-"""Backward, and the loss for which it is called: what it was before it was scaled or divided."""
+"""Hooks for backward, with the loss as it was before it was scaled or divided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .guard import telemetry
 from .observer import tell
 
 _UNSCALED = "_nbtrain_unscaled"
-"""The attribute of a scaled loss that holds the loss; a tensor computed from it has none."""
+"""The attribute of a scaled loss that refers to the loss; results computed from it lack it."""
 
 _DIVISOR = "_nbtrain_divisor"
 """The attribute of a detached loss with what it was divided by."""
@@ -24,7 +24,7 @@ _is_scaling = False
 
 
 def watch() -> None:
-    """Tell of backward, and of what scales a loss before it."""
+    """Notify of backward, and of what scales a loss before it."""
     patch("torch:Tensor", "backward", _backward)
     # Accelerate divides by the steps of the accumulation, and DeepSpeed scales, too.
     patch("accelerate.accelerator:Accelerator", "backward", library_backward)
@@ -45,7 +45,7 @@ def forget_scaling() -> None:
 
 
 def divisor(loss: Any) -> int:
-    """Return the whole number that a loss was divided by last, as ``loss / steps`` does; 1: none.
+    """Return the integer that a loss was last divided by, as in ``loss / steps``; otherwise 1.
 
     Its node in the graph has it (private, seen in torch 2.7 to 2.13).
     """
@@ -70,14 +70,14 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         tell("backward", tensor if loss is None else loss)
     # A subclass's backward comes here again, from its `__torch_function__`.
     is_subclass = type(tensor) is not sys.modules["torch"].Tensor
-    return _paused(is_subclass, original, tensor, *args, **kwargs)
+    return _pause_observers(is_subclass, original, tensor, *args, **kwargs)
 
 
 def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Tell of the loss that a library is given, which it scales and goes backward with."""
+    """Notify of the loss that a library gets, scales and calls backward on."""
     if not _is_paused:  # else one library calls another
         tell("backward", loss)
-    return _paused(True, original, engine, loss, *args, **kwargs)
+    return _pause_observers(True, original, engine, loss, *args, **kwargs)
 
 
 def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
@@ -94,10 +94,10 @@ def _trainer_step(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any
     """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
     steps = trainer.args.gradient_accumulation_steps
     steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
-    return _paused(steps > 1, original, trainer, *args, **kwargs)
+    return _pause_observers(steps > 1, original, trainer, *args, **kwargs)
 
 
-def _paused(is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+def _pause_observers(is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
     global _is_paused
     before, _is_paused = _is_paused, _is_paused or is_paused
     try:

@@ -17,7 +17,7 @@ _WRAPPERS = (
 
 
 def watch_building() -> None:
-    """Tell of modules that get parts."""
+    """Notify of modules that get submodules."""
     when_imported("torch.nn.modules.module", _watch_modules)
 
 
@@ -32,7 +32,7 @@ def _built(module: Any, *_: Any) -> None:
 
 
 def watch_wrapping() -> None:
-    """Tell of what joins the ranks."""
+    """Notify of wrappers that connect the ranks."""
     for wrapper in _WRAPPERS:
         patch(wrapper, "__init__", _wrap)
 
@@ -43,7 +43,7 @@ def _wrap(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def watch_autocast() -> None:
-    """Tell where autocast begins."""
+    """Notify of the start of autocast."""
     patch("torch.amp.autocast_mode:autocast", "__enter__", _enter)
 
 

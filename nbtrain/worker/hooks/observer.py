@@ -1,4 +1,4 @@
-"""What observers are, and who is told what."""
+"""Defines observers, and notifies them of events."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from . import guard
 
 
 class Observer:
-    """Is told what happens in a rank's training; a subclass overrides what it wants to know.
+    """Gets the events of a rank's training; a subclass overrides the methods that it needs.
 
-    An error in a method stops all observers of the same `purpose`, and never the training. What is
-    given belongs to the user: an observer changes nothing of it, and keeps nothing of it alive. The
-    methods are called in every step: they count, and keep what is worth a thought for later.
+    An error in a method stops all observers of the same `purpose`, and never the training. The
+    arguments are the user's objects: an observer does not change them or keep them alive. Methods
+    are called in every step, so they only count, and leave expensive work for later.
     """
 
     purpose = "telemetry"
@@ -28,7 +28,7 @@ class Observer:
         """An optimizer has made a step; the gradients are still there."""
 
     def before_next(self, fetch: bool) -> None:
-        """The code is about to fetch a batch, or else to go backward."""
+        """The code is about to fetch a batch, or, without `fetch`, to call backward."""
 
     def scaling(self) -> None:
         """A scaler scales a loss, before backward."""
@@ -42,15 +42,15 @@ class Observer:
     def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """An iterator of torch's loader gives a batch.
 
-        It was asked at `began`, a time of `time.monotonic`, by the user's code, or by Accelerate's
-        loader one batch ahead.
+        It was requested at `began` (`time.monotonic`), by the user's code, or, with `is_ahead`, by
+        Accelerate's loader one batch ahead.
         """
 
     def batches_are_shared(self, times: int) -> None:
-        """From now on a batch is given so many times, each for another part of it, as by GRPO."""
+        """From now on each batch is given `times` times, for different parts of it, as in GRPO."""
 
     def pass_ended(self, iterator: Any) -> None:
-        """An iterator of torch's loader has no more batches."""
+        """An iterator of torch's loader has ended."""
 
     def module_built(self, module: Any) -> None:
         """A part was added to a module."""
@@ -83,18 +83,18 @@ class Observer:
         """A bar of tqdm's or fastprogress' has moved; `shown` are fields of `events.Progress`."""
 
     def finish(self, wait: bool) -> None:
-        """The training is over; what is on its way to the host may be waited for with `wait`."""
+        """The training has ended. With `wait`, wait for values that are copied to the host."""
 
 
 EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value))
 """The names of the methods."""
 
 listeners: dict[str, tuple[tuple[str, Callable[..., None]], ...]] = dict.fromkeys(EVENTS, ())
-"""Who is told, by event, in the order in which they were added: purposes and methods."""
+"""The purposes and methods of the observers by event, in the order of adding."""
 
 
 def tell(event: str, *args: Any) -> None:
-    """Tell those who listen. It is called several times a step: as `guarded`, but once for all."""
+    """Notify the observers of an event. Catches errors as `guarded` does, once for all."""
     if guard.is_asleep:
         return
     for purpose, method in listeners[event]:

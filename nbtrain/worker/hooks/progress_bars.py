@@ -1,8 +1,7 @@
-"""The bars of tqdm and fastprogress, which are told of in place of being drawn.
+"""Hooks for bars of tqdm and fastprogress, which are reported and not drawn.
 
-Bars count as they always do. Only the drawing is replaced, so an iteration costs what it costs
-anywhere. A rank keeps these patches for its life. (The inline engine, whose rank is the kernel,
-does not install them.)
+Only the drawing is replaced, so that an iteration takes no longer. A rank keeps these patches. (The
+inline engine, whose rank is the kernel, does not install them.)
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _DRAWING = ["status_printer", "display", "colour", "__iter__", "update", "close"
 
 
 def watch() -> None:
-    """Tell of bars, whether tqdm is imported already or later."""
+    """Notify of bars, also if tqdm is imported later."""
     when_imported("tqdm.std", _report_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
     when_imported("tqdm.rich", lambda module: _draw_plainly(module.tqdm_rich))
@@ -75,7 +74,7 @@ def _with_subclasses(cls: Any) -> Iterator[Any]:
 
 def _init(original: Any, bar: Any, *args: Any, **kwargs: Any) -> None:
     original(bar, *args, **kwargs)
-    if _is_for_the_screen(bar):
+    if _is_for_screen(bar):
         bar.fp = _NOWHERE
 
 
@@ -93,7 +92,7 @@ def _close(original: Any, bar: Any) -> None:
         _report(bar, closed=True)
 
 
-def _is_for_the_screen(bar: Any) -> bool:
+def _is_for_screen(bar: Any) -> bool:
     stream = getattr(bar, "fp", None)
     while "_wrapped" in getattr(stream, "__dict__", ()):  # tqdm wraps the stream it is given
         stream = stream.__dict__["_wrapped"]
@@ -105,7 +104,7 @@ def _is_for_the_screen(bar: Any) -> bool:
 
 
 def _is_reported(bar: Any) -> bool:
-    return getattr(bar, "fp", None) is _NOWHERE or _is_for_the_screen(bar)
+    return getattr(bar, "fp", None) is _NOWHERE or _is_for_screen(bar)
 
 
 def _seconds(bar: Any) -> float:
@@ -133,7 +132,7 @@ def _report(bar: Any, *, closed: bool) -> None:
 def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     if not hasattr(bar, "_nbtrain_id"):
         bar._nbtrain_id, bar._nbtrain_due = next(_ids), 0.0
-    # set_postfix() draws at every iteration, whatever the bar's own interval.
+    # set_postfix() draws at every iteration and ignores the bar's interval.
     if not closed and time.monotonic() < bar._nbtrain_due:
         return
     bar._nbtrain_due = time.monotonic() + limits.BAR_REPORT_INTERVAL_S

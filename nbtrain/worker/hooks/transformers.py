@@ -9,7 +9,7 @@ from .observer import tell
 
 
 def watch() -> None:
-    """Tell of progress and logs."""
+    """Notify of progress and logs."""
     when_imported("transformers.trainer", _watch)
 
 
@@ -18,25 +18,25 @@ def _watch(module: Any) -> None:
         return
 
     class TellObservers(module.TrainerCallback):  # type: ignore[misc]
-        first = epoch = 0  # the step and the epoch at which it began: not 0 after a restart
+        first = epoch = 0  # the step and the epoch of its start, not 0 after a restart
 
         def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
             tell("batches_are_shared", getattr(args, "steps_per_generation", None) or 1)
             self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
-            self._moved(state)
+            self._report_position(state)
 
         def on_epoch_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             self.epoch += 1
-            self._moved(state)
+            self._report_position(state)
 
         def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self._moved(state)
+            self._report_position(state)
 
         def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
             tell("batches_are_shared", 1)
-            self._moved(state, is_over=True)
+            self._report_position(state, is_over=True)
 
-        def _moved(self, state: Any, is_over: bool = False) -> None:
+        def _report_position(self, state: Any, is_over: bool = False) -> None:
             tell("trainer_moved", state, self.first, self.epoch, is_over)
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
@@ -48,7 +48,7 @@ def _watch(module: Any) -> None:
 
 
 def watch_losses() -> None:
-    """Tell of the losses that a Trainer computes."""
+    """Notify of the losses that a Trainer computes."""
     patch("transformers.trainer:Trainer", "compute_loss", _compute_loss)
 
 

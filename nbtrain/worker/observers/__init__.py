@@ -51,7 +51,7 @@ def install(
 def _observers(
     reporter: api.Reporter, sources: Collection[str], plan: Plan | None, ranks_stay: bool
 ) -> Iterator[Observer]:
-    """Yield who is told of the training beside the meter; each is told in this order."""
+    """Yield the observers beside the meter, in the order of notification."""
     writer, rank = reporter.writer, reporter.rank
     if "steps" in sources:
         yield TensorMemoryMeter(writer, rank, plan.task if plan else None)
@@ -70,7 +70,7 @@ def _observers(
 
 
 def finish(wait: bool) -> None:
-    """Report the last figures of a training that is over; with `wait`, also those on their way."""
+    """Report the last figures of a training; with `wait`, wait for those on a device."""
     if api.active is not None:
         api.active.late.finish(wait)
     hooks.tell("finish", wait)

@@ -42,7 +42,7 @@ class LoaderPass:
     """Whether it is like a validation: read to its end, or without gradients."""
 
     @property
-    def goes_on(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether it can give more: ``next(iter(loader))`` leaves one that cannot."""
         iterator = self.iterator()
         return iterator is not None and iterator._nbtrain_pass is self
@@ -51,9 +51,9 @@ class LoaderPass:
 class DataLoadingMeter(Observer):
     """Counts what loaders give: batches, samples, and the seconds that the training waits for them.
 
-    The training does not wait for a loader that a thread of the user's reads ahead. Samples are
-    those of the steps, as far as that is known, without a validation's; before any step, all. The
-    batch that Accelerate's loader reads ahead of each step counts when that step may come.
+    The training does not wait for a loader that the user's thread reads ahead. Samples are those of
+    the steps, if known, without those of a validation; before the first step, all samples. The
+    batch that Accelerate's loader reads ahead counts when its step can come.
     """
 
     def __init__(self, tick: Callable[[float, float], None]) -> None:
@@ -95,7 +95,7 @@ class DataLoadingMeter(Observer):
         with self._lock:
             feeding = [each for each in self._pending if each.feeds or not each.is_aside]
             if len(feeding) > 1:  # one may be of a batch that was only looked at
-                feeding = [each for each in feeding if each.feeds or each.goes_on] or feeding
+                feeding = [each for each in feeding if each.feeds or each.is_unfinished] or feeding
             if not feeding and self._last in self._pending:  # read to its end before, into a list
                 feeding = [self._last]
             samples = self.samples if self._has_stepped else None
@@ -113,7 +113,7 @@ class DataLoadingMeter(Observer):
         return {"epoch": at.epoch, "batch": at.fed or at.batch, "batches": at.batches}
 
     def indexes_drawn(self, it: Any, index: Any) -> None:
-        """Remember how many samples were asked for: collating may make anything of them."""
+        """Record how many samples a batch requests, because collating may change their number."""
         if not it._auto_collation or it._dataset_kind != 0:
             return
         asked = vars(it).get("_nbtrain_asked")
@@ -143,11 +143,11 @@ class DataLoadingMeter(Observer):
         self._tick(start, now)
 
     def _remember_dataset(self, dataset: Any) -> None:
-        """Count anew for a data set that has the id of one that is gone, as of an earlier fold."""
+        """Restart the count for a data set with the id of a freed one, as of an earlier fold."""
         known = self._datasets.get(id(dataset))
         if known is not None and known() is not dataset:
             self._epochs.pop(id(dataset), None)
-        with contextlib.suppress(TypeError):  # a list: nobody can tell
+        with contextlib.suppress(TypeError):  # a list cannot be referenced weakly
             self._datasets[id(dataset)] = weakref.ref(dataset)
 
     def batches_are_shared(self, times: int) -> None:
@@ -177,7 +177,7 @@ class DataLoadingMeter(Observer):
         passed.is_aside = True
 
     def nothing_read(self) -> str:
-        """Return a note if loaders over data were read, and none gave any batch; "" else."""
+        """Return a note if loaders with data were read and gave no batch, else ""."""
         if not self._empty or self._newest is not None:
             return ""
         return (
@@ -208,7 +208,7 @@ def _batch_size(it: Any, batch: Any) -> int | None:
     """Return how many samples a batch of a stream holds; None where that is not certain.
 
     torch's own collating puts them in the first dimension. A user's may do anything, but every
-    batch except the last is made of as many samples as were asked for.
+    batch except the last contains the requested number of samples.
     """
     sizes = (tensor.shape[0] for tensor in tensors(batch) if len(tensor.shape))
     if loader_of(it) is not None:  # fastai itself counts by the first dimension, or a table's rows

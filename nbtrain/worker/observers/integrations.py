@@ -20,7 +20,7 @@ class LoggedValues(Observer):
 
 
 class AcceleratorLogs(Observer):
-    """Reports what ``accelerator.log`` is given on the main process, whatever tracker it is for."""
+    """Reports what ``accelerator.log`` is given on the main process, for any tracker."""
 
     def accelerate_logs(self, accelerator: Any, values: Any, step: int | None) -> None:
         """Report the values, unless nbtrain's own tracker has."""

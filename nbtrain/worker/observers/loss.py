@@ -1,4 +1,4 @@
-"""Finds the loss of a training: the tensor on which backward is called, before any scaling."""
+"""Finds the loss of a training: the tensor that backward is called on, before any scaling."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class _Moment:
 
 
 class LossMeter(Observer):
-    """Keeps the last loss; a GPU's is read behind the work (see `nbtrain.worker.device_scalars`).
+    """Keeps the last loss. A loss on a GPU is read later (`nbtrain.worker.device_scalars`).
 
-    Of several losses in a step the last counts. The first of them may only make an adversarial
-    example, or be the first pass of SAM: neither it nor the sum would be the loss then.
+    If a step has several losses, the last one counts: an earlier one may belong to an adversarial
+    example or to the first pass of SAM.
 
-    A loss that cannot be known behind a scaler (a sum of scaled losses, say) is not reported: no
-    number is better than a wrong one.
+    A loss that is unknown because of a scaler, such as a sum of scaled losses, is not reported.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class LossMeter(Observer):
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
         self._suspect: _Moment | None = None  # of the last in that row
         self.has_diverged = False
-        """Whether a step was made with a loss that is not finite, and none since was finite."""
+        """Whether the losses of the last steps were not finite."""
         self.total, self.count = 0.0, 0
         """The sum of the finite losses, and how many there were."""
         self.before_step = 0.0, 0
@@ -88,7 +87,7 @@ class LossMeter(Observer):
         if self._on_device is not None:
             moment = self._moment_on_device
             self._reader.submit(
-                {"loss": self._on_device}, lambda values: self._arrived(values, moment)
+                {"loss": self._on_device}, lambda values: self._take_arrived(values, moment)
             )
 
     def settle(self) -> None:
@@ -139,7 +138,7 @@ class LossMeter(Observer):
             self._add(value)
 
     def _add(self, value: float) -> None:
-        if value - value == 0.0:  # finite, asked the quickest way
+        if value - value == 0.0:  # the fastest test for a finite number
             self.total += value
             self.count += 1
 
@@ -168,7 +167,7 @@ class LossMeter(Observer):
         if type(loss) is torch.Tensor:
             self._keep_value(loss, torch)
         # A subclass that only has methods of its own (fastai's, MONAI's) holds a value as a tensor
-        # does. One that computes in its own way (DTensor) may have to ask other ranks for it.
+        # does. One that computes in its own way (DTensor) may need other ranks for it.
         elif type(loss).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
             with torch._C.DisableTorchFunctionSubclass():
                 self._keep_value(loss, torch)
@@ -195,7 +194,7 @@ class LossMeter(Observer):
                 self._to_read -= 1
                 self.read_last()
 
-    def _arrived(self, values: dict[str, Any], moment: _Moment) -> None:
+    def _take_arrived(self, values: dict[str, Any], moment: _Moment) -> None:
         if "loss" in values:
             self._take(float(values["loss"]), moment)
 

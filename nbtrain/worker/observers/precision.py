@@ -1,4 +1,4 @@
-"""Finds out in which precision a rank really trains."""
+"""Finds out the precision that a rank trains in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PrecisionMeter(Observer):
             return ""
         dtype = self._weights.removeprefix("torch.")
         pure = f"{_SHORT[dtype]} weights" if dtype in _SHORT else "no"
-        return _of_accelerate() or self._autocast or pure
+        return _accelerate_precision() or self._autocast or pure
 
     def autocast(self, context: Any) -> None:
         """Take note of the first autocast to fewer bits."""
@@ -45,8 +45,8 @@ class PrecisionMeter(Observer):
             self._autocast = _SHORT.get(dtype, "") if context._enabled else ""
 
 
-def _of_accelerate() -> str:
-    """Return the precision that Accelerate is set to in this process; "" for none."""
+def _accelerate_precision() -> str:
+    """Return the precision of Accelerate's state in this process, or ""."""
     state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     precision = getattr(state, "_shared_state", {}).get("_mixed_precision")  # in 1.0 to 1.15
     return "" if precision in (None, "no") else str(precision)

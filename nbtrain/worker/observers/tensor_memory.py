@@ -27,9 +27,9 @@ from ..hooks import Observer
 class TensorMemoryMeter(Observer):
     """Counts the weights, gradients and optimizer states of what is trained.
 
-    A model is seen when it is built, or wrapped (by DDP, say); those that the notebook built are
-    what the `task` can name. Of any other, a copy for instance, only what an optimizer trains
-    counts. Keeps nothing alive.
+    It knows the models that are built or wrapped in the rank, and those of the notebook that the
+    `task` names. Of other models, such as copies, only trained parameters count. Keeps nothing
+    alive.
     """
 
     purpose = "counting memory"
@@ -67,7 +67,7 @@ class TensorMemoryMeter(Observer):
     def _count(self, now: float) -> None:
         begun = time.perf_counter()
         models = [*reversed(list(self._models.values())), *self._of_task.values()]
-        event = counted(self._rank, models, self._optimizers.values())
+        event = count_tensors(self._rank, models, self._optimizers.values())
         if self._reported is None or replace(event, time=self._reported.time) != self._reported:
             self._reported = event
             self._writer.write(event)
@@ -76,11 +76,10 @@ class TensorMemoryMeter(Observer):
         self._due = now + max(limits.MEMORY_COUNT_INTERVAL_S, took / limits.MAX_MEMORY_COUNT_SHARE)
 
 
-def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.TensorMemory:
-    """Count what optimizers, and the models that they train, hold on one kind of device.
+def count_tensors(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.TensorMemory:
+    """Count the bytes of optimizers and their models on the type of device with most weights.
 
-    That is the one that has most of the weights. A storage counts once, whatever shares it: tied
-    weights, the views of a flat parameter.
+    A storage that several tensors share counts once, as of tied weights or flat parameters.
     """
     optimizers = list(optimizers)
     trained = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -96,9 +95,9 @@ def counted(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.T
 
 
 def _weights(models: Iterable[Any], trained: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
-    """Return the parameters, by id, and the buffers of models of which something is trained.
+    """Return the parameters, by id, and the buffers of models that are trained at least in part.
 
-    What DeepSpeed's engine wraps is trained, though its optimizer has copies of the parameters.
+    A model in DeepSpeed's engine is trained, although its optimizer has copies of the parameters.
     """
     engine = _engine()
     parameters = dict(trained)
@@ -122,7 +121,7 @@ def _engine() -> Any:
 
 
 def _sizes(tensors: Iterable[Any], met: set[Any]) -> Counter[str]:
-    """Return the bytes of tensors by the kind of their device, but for storages that were met."""
+    """Return the bytes of tensors by type of device, without storages that were counted before."""
     by_kind = Counter[str]()
     for tensor in tensors:
         for part in _plain(tensor) if tensor is not None else ():
@@ -146,11 +145,11 @@ def _plain(tensor: Any) -> Iterator[Any]:
 
 
 def _storage(tensor: Any) -> tuple[Any, int]:
-    """Return what tells a tensor's memory from others', and its bytes."""
+    """Return the identity of a tensor's memory, and its bytes."""
     try:
         storage = tensor.untyped_storage()
         return storage._cdata, storage.nbytes()
-    except (NotImplementedError, RuntimeError):  # a TPU's has none
+    except (NotImplementedError, RuntimeError):  # a TPU's storage has no pointer
         return id(tensor), tensor.numel() * tensor.element_size()
 
 

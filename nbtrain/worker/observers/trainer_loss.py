@@ -1,9 +1,9 @@
 """Finds a training whose loss and gradients transformers' Trainer multiplies.
 
-The Trainer takes it that a model has divided its loss by the items of all ranks and all accumulated
+The Trainer assumes that a model divides its loss by the items of all ranks and all accumulated
 batches, and by default (`average_tokens_across_devices`) multiplies it by the number of ranks. It
-asks no more than whether ``forward`` accepts any keyword, as nearly all do: most classifiers take
-the mean of one batch. Seen in transformers 5.15 to 5.24.
+checks only whether ``forward`` accepts any keyword, as nearly all models do, while most classifiers
+take the mean of one batch. Seen in transformers 5.15 to 5.24.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..hooks import Observer
 
 
 class TrainerLoss(Observer):
-    """Looks at each Trainer when it computes its first loss."""
+    """Checks each Trainer when it computes its first loss."""
 
     purpose = "looking at the Trainer's loss"
 
@@ -29,7 +29,7 @@ class TrainerLoss(Observer):
         self._seen = weakref.WeakSet[Any]()
 
     def computes_loss(self, trainer: Any, items: Any) -> None:
-        """Look at a Trainer once; without `items` it multiplies nothing."""
+        """Check a Trainer once. Without `items` it multiplies nothing."""
         if trainer not in self._seen:
             self._seen.add(trainer)
             if items is not None:
@@ -42,7 +42,7 @@ def _look(trainer: Any) -> None:
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     model = getattr(model, "get_base_model", lambda: model)()  # PEFT's
-    if takes_the_mean(type(model)):
+    if uses_batch_mean(type(model)):
         text = (
             f"The Trainer multiplies the loss and the gradients of {type(model).__name__} by the "
             f"number of {' and of '.join(factors)}: it expects a model that divides its loss by "
@@ -68,7 +68,7 @@ def _factors(trainer: Any) -> list[str]:
     return [f"{name} ({count})" for name, count in counts.items() if count > 1]
 
 
-def takes_the_mean(model: Any) -> bool:
+def uses_batch_mean(model: Any) -> bool:
     """Whether a class computes its loss in ``forward`` without the number of items it is given."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward)))

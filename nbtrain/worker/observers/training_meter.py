@@ -1,8 +1,8 @@
 """Measures a rank's training: steps, loss, learning rate and batches.
 
 The hot paths only count and keep a reference. Twice a second the counts are written as one
-`TrainingUpdate` event, and once more where nothing has counted on for a second: a rank that hangs
-is shown where it stands. A loss on a GPU is read behind the work, and on a TPU after the step (see
+`TrainingUpdate` event, and once more after a second without a change, so that a rank that hangs is
+shown with its last counts. A loss on a GPU is read later, and on a TPU after the step (see
 `nbtrain.worker.device_scalars`).
 """
 
@@ -33,7 +33,7 @@ from .totals.trainings import TrainingCount
 
 
 class TrainingMeter(Observer):
-    """Counts what a rank does, and reports it. It keeps none of the user's objects alive."""
+    """Counts what a rank does, and reports it. It keeps no object of the user alive."""
 
     def __init__(self, reporter: Reporter, plan: Plan | None = None) -> None:
         writer, rank = reporter.writer, reporter.rank
@@ -53,13 +53,13 @@ class TrainingMeter(Observer):
         self._has_diverged = False
         self._due = self._ticked = 0.0
         self._over = threading.Event()
-        self._looked = -math.inf, 0  # when, and in which pass
+        self._looked = -math.inf, 0  # the time, and the pass
         self._epoch: tuple[int, float, float, int] | None = None  # its number, when it began, and
         # the sum and the number of losses before it
         self._passes = 0  # with the one that feeds this epoch
 
     def listen(self, sources: Collection[str]) -> None:
-        """Be told of the training, with all that this meter is made of."""
+        """Observe the training with this meter and all its parts."""
         if "steps" in sources:
             hooks.add(self._precision)
             hooks.add(self)
@@ -73,7 +73,7 @@ class TrainingMeter(Observer):
             hooks.add(self._loading)
 
     def finish(self, wait: bool) -> None:
-        """Report the last figures; with `wait`, also those on their way."""
+        """Report the last figures; with `wait`, wait for those on a device."""
         self._over.set()
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
@@ -97,7 +97,7 @@ class TrainingMeter(Observer):
         self._loading.note_step()
         key = id(optimizer)
         if not self._round or key in self._round:
-            # A newcomer that goes on alone is no partner of the others: a round of its own began.
+            # A new optimizer that steps alone has begun its own round, without the others.
             self._steps += 2 if key == self._newcomer else 1
             self._round = set()
             self._lr = _learning_rate(optimizer)
@@ -125,7 +125,7 @@ class TrainingMeter(Observer):
         interval = limits.NEW_PASS_LOOK_INTERVAL_S if is_new_pass else limits.REPORT_INTERVAL_S
         is_due = now >= looked + interval
         is_due = is_due or (is_new_pass and self._place.is_beyond(self._steps, fed))
-        # Not in the first step, for which the user waits: to read source takes 10 ms in a fork.
+        # Not in the first step, because reading the source takes 10 ms in a fork.
         if self._steps > 1 and is_due:
             self._looked = now, fed
             self._place.look(self._steps, fed)
@@ -133,7 +133,7 @@ class TrainingMeter(Observer):
                 self._epoch = self._number_of_epoch(), *self._epoch[1:]  # it began unlooked at
 
     def _begin_epoch(self, now: float) -> None:
-        """Report the epoch that is over: a loader's next pass has led to a step."""
+        """Report the epoch that has ended, because the loader's next pass has led to a step."""
         self._end_epoch(now, self._steps - 1)
         self._passes = self._loading.fed_passes
         epoch = self._number_of_epoch()
@@ -153,7 +153,7 @@ class TrainingMeter(Observer):
         self._writer.write(ev.EpochEnd(clock.now(), self._rank, *values))
 
     def optimizer_made(self, optimizer: Any) -> None:
-        """End the round: what is made after a step belongs to another training, or fold."""
+        """End the round, because a new optimizer belongs to another training, such as a fold."""
         self._round = set()
         self._known.discard(id(optimizer))  # of a dead one
 
@@ -180,7 +180,7 @@ class TrainingMeter(Observer):
 
     @telemetry
     def _report_rests(self) -> None:
-        """Report the counts of a rank that has stopped counting: it may hang, so in a thread."""
+        """Report counts that have stopped, in a thread, because the rank may hang."""
         reported = 0.0
         while not self._over.wait(limits.STANDSTILL_REPORT_AFTER_S):
             ticked = self._ticked

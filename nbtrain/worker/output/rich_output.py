@@ -1,8 +1,8 @@
 """Sends a rank's figures, tables and other rich displays to the notebook.
 
-Each is an event; of what is too much, the last one is sent at the end of the task, with the number
-of those before it. In ordinary runs the text form is in the rank's log, too: that is what a
-terminal shows. Live ranks have a cell that shows values, as a cell does.
+Each display is an event. If there are too many, the last one is sent at the end of the task, with
+the number of those left out. In ordinary runs the text form is also written to the rank's log, for
+terminals. A cell of live ranks shows values as other cells do.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .. import api, limits
 
 _KINDS = ("text/html", "image/png", "image/svg+xml", "image/jpeg", "text/latex", "text/markdown")
 _LEFT_OUT = "nbtrain: left out"
-"""The name of the display that says how many were left out."""
+"""The name of the display with the number of those left out."""
 
 
 class RichOutput:
-    """Sends what a task of this process displays. Made anew for each task."""
+    """Sends the displays of a task. Each task has its own."""
 
     def __init__(self, call: Callable[[Task], Any], *, shows_values: bool = False) -> None:
         """Run tasks by `call`; with `shows_values`, what a cell ends in is displayed, not logged"""
@@ -124,7 +124,7 @@ class RichOutput:
             return
         name = str((transient or {}).get("display_id") or "")
         if not self._shows_values:
-            self._print(_words(data), name if update else "")
+            self._print(_display_text(data), name if update else "")
         forms = {kind: _text_of(data[kind]) for kind in (*_KINDS, "text/plain") if kind in data}
         bundle = {kind: form for kind, form in forms.items() if form is not None}
         if not bundle or not (self._shows_values or set(bundle) - {"text/plain"}):
@@ -166,7 +166,7 @@ class RichOutput:
         self._write(event)
 
     def _send_last(self) -> None:
-        """Send the last display of those that were left out, and say how many these are."""
+        """Send the last display that was left out, and their number."""
         last = self._last
         if last is not None:
             text = f"… {plural(self._left_out - 1, 'display')} left out"
@@ -179,7 +179,7 @@ class RichOutput:
             api.active.writer.write(event)
 
 
-def _words(data: Mapping[str, Any]) -> str:
+def _display_text(data: Mapping[str, Any]) -> str:
     """Return the text of a display for the log: of HTML without a text form, its words."""
     text, html = data.get("text/plain"), data.get("text/html")
     if type(text) is str and not text.lstrip().startswith("<"):

@@ -15,7 +15,7 @@ from nbtrain.tracking.event_log import read_events
 from nbtrain.worker import hooks, limits
 from nbtrain.worker.hooks import guard
 from nbtrain.worker.observers import tensor_memory
-from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, counted
+from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, count_tensors
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -34,9 +34,9 @@ def test_an_adamw_mlp_takes_four_four_and_eight_bytes_a_parameter() -> None:
     n, tensors = sum(p.numel() for p in model.parameters()), 4
     trained(model, optimizer, torch.randn(2, 64))
     steps = 4 * tensors
-    assert sizes(counted(0, [], [optimizer])) == (4 * n, 4 * n, 8 * n + steps)
+    assert sizes(count_tensors(0, [], [optimizer])) == (4 * n, 4 * n, 8 * n + steps)
     optimizer.zero_grad()
-    assert sizes(counted(0, [], [optimizer])) == (4 * n, 0, 8 * n + steps)
+    assert sizes(count_tensors(0, [], [optimizer])) == (4 * n, 0, 8 * n + steps)
 
 
 def test_buffers_and_frozen_weights_count_and_what_is_shared_counts_once() -> None:
@@ -58,8 +58,8 @@ def test_buffers_and_frozen_weights_count_and_what_is_shared_counts_once() -> No
     weights = 4 * 64 + (2 * 4 * 8 + 8) + 4 * (32 + 4)
     other = nn.Linear(3, 3)  # not trained
     for seen in ([model], [model.a, other, model], [model, model.a]):
-        assert sizes(counted(0, seen, [optimizer])) == (weights, 4 * 64, 4 * 64)
-    assert sizes(counted(0, [], [optimizer]))[0] == 4 * 64
+        assert sizes(count_tensors(0, seen, [optimizer])) == (weights, 4 * 64, 4 * 64)
+    assert sizes(count_tensors(0, [], [optimizer]))[0] == 4 * 64
 
 
 def test_views_sparse_tensors_and_states_of_any_form_count_by_what_they_hold() -> None:
@@ -68,12 +68,12 @@ def test_views_sparse_tensors_and_states_of_any_form_count_by_what_they_hold() -
 
     flat = torch.zeros(100)
     views = [nn.Parameter(flat[:40]), nn.Parameter(flat[40:])]
-    assert sizes(counted(0, [], [torch.optim.SGD(views)])) == (400, 0, 0)
+    assert sizes(count_tensors(0, [], [torch.optim.SGD(views)])) == (400, 0, 0)
     table = nn.Embedding(1000, 4, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
     optimizer = torch.optim.SGD(table.parameters())
     optimizer.state[table.weight] = State(past=[torch.zeros(8, 8), [torch.zeros(8, 8)]])
-    assert sizes(counted(0, [table], [optimizer])) == (16000, 2 * 8 + 2 * 4 * 4, 2 * 4 * 64)
+    assert sizes(count_tensors(0, [table], [optimizer])) == (16000, 2 * 8 + 2 * 4 * 4, 2 * 4 * 64)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:Lazy:UserWarning")
@@ -82,7 +82,7 @@ def test_compressed_graphs_count_by_what_they_hold_and_lazy_layers_not_yet() -> 
     for make in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
         ends, at = torch.tensor([0] + [2] * 1000), torch.tensor([1, 6])
         model.register_buffer(make.__name__, make(ends, at, torch.ones(2), (1000, 1000)))
-    told = counted(0, [model], [torch.optim.SGD(model[0].parameters())])
+    told = count_tensors(0, [model], [torch.optim.SGD(model[0].parameters())])
     pointers, indices, values = 8 * 1001, 8 * 2, 4 * 2
     assert told.weights == 4 * 20 + 2 * (pointers + indices + values)
 
@@ -127,7 +127,7 @@ def test_a_new_optimizer_at_every_step_is_not_counted_at_every_step(
         calls.append(1)
         return ev.TensorMemory(0.0, 0)
 
-    monkeypatch.setattr(tensor_memory, "counted", slow)
+    monkeypatch.setattr(tensor_memory, "count_tensors", slow)
     seen = TensorMemoryMeter(Log(), 0)  # type: ignore[arg-type]
     keep = [torch.optim.SGD([nn.Parameter(torch.ones(3))]) for _ in range(50)]
     for i, optimizer in enumerate(keep):
@@ -153,7 +153,7 @@ def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
     def hostile(*_: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(tensor_memory, "counted", hostile)
+    monkeypatch.setattr(tensor_memory, "count_tensors", hostile)
     monkeypatch.setattr(guard, "broken", set())
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     with instrumentation.scope():

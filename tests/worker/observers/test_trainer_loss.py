@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain.worker.observers.trainer_loss import takes_the_mean
+from nbtrain.worker.observers.trainer_loss import uses_batch_mean
 from tests.support.versions import needs
 
 transformers = pytest.importorskip("transformers")
@@ -128,8 +128,8 @@ class Delegates(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("model", "takes"), [(Own, True), (Divides, False), (Delegates, False)])
-def test_who_takes_the_mean(model: type, takes: bool) -> None:
-    assert takes_the_mean(model) is takes
+def test_who_uses_batch_mean(model: type, takes: bool) -> None:
+    assert uses_batch_mean(model) is takes
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_who_takes_the_mean(model: type, takes: bool) -> None:
     ],
 )
 def test_models_of_transformers(name: str, takes: bool) -> None:
-    assert takes_the_mean(getattr(transformers, name)) is takes
+    assert uses_batch_mean(getattr(transformers, name)) is takes

@@ -20,7 +20,7 @@ _SAME_ORDER = Finding(
 )
 
 
-def _repeated(workers: int) -> Finding:
+def _doubled_by_workers(workers: int) -> Finding:
     return Finding(
         "doubled-by-workers",
         f"each of {workers} workers of a DataLoader reads the whole IterableDataset, so every "
@@ -32,7 +32,7 @@ def _repeated(workers: int) -> Finding:
 
 
 class DataOrder:
-    """Looks at the passes of loaders; it keeps no sampler, loader or batch alive."""
+    """Compares the passes of loaders. It keeps no sampler, loader or batch alive."""
 
     def __init__(self) -> None:
         self._found: list[Finding] = []
@@ -69,7 +69,7 @@ class DataOrder:
             seen.append(digest(batch))
             # They take turns. Where the next round is the same again, the data is constant.
             if len(seen) == workers + 1 and len(set(seen[:-1])) == 1 and seen[-1] != seen[0]:
-                self._find(_repeated(workers))
+                self._find(_doubled_by_workers(workers))
 
     def _find(self, finding: Finding) -> None:
         if finding.code not in self._known:

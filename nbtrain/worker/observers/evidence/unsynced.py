@@ -1,11 +1,10 @@
-"""Names the models that are trained in the ranks and stay there.
+"""Names the models that are trained in the ranks and not copied back into the notebook.
 
-A model that the cell makes and assigns to a variable of the notebook's is trained in the rank, and
-the notebook's variable keeps the old one; one that the cell assigns to a new variable, or to an
-attribute of the notebook's object, is nowhere else. A model that the task does not refer to
-(`nbtrain.planning.task_values`), such as a global of an imported module, is trained like any other,
-but only in the rank's copy, which ends with the rank. After the run it is too late to ask for the
-model, so each is named at an optimizer's first step.
+There are three kinds. If the cell assigns a new model to a variable of the notebook, the notebook's
+variable keeps the old model. If it assigns one to a new variable, or to an attribute of the
+notebook's object, the notebook has no such model. A model that the task does not refer to
+(`nbtrain.planning.task_values`), such as a global of an imported module, is trained only in the
+rank's copy. After the run it is too late, so each is named at an optimizer's first step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ....tracking.event_log import EventWriter
 from ...hooks import Observer
 
 _SAVES = re.compile(r"save|dump|export|checkpoint|log_model|push_to_hub|state_dict|Trainer\b")
-"""What a line says where the task keeps what it has trained; a Trainer saves by itself."""
+"""Found in lines that save what was trained; a Trainer saves by itself."""
 
 
 class UnsyncedModels(Observer):
@@ -69,7 +68,7 @@ class UnsyncedModels(Observer):
                 self._writer.write(ev.RunNote.of(_trained_together(name, ranks)))
 
     def first_stepped(self, optimizer: Any) -> None:
-        """Look at what an optimizer trains."""
+        """Name the models that an optimizer trains and that are not copied back."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained -= {key for model in self._returned.values() for key in _parameters(model)}
         lost = []
@@ -82,17 +81,17 @@ class UnsyncedModels(Observer):
             self._writer.write(
                 ev.RunNote.of(Finding("not-copied-back", _text(lost, self._task_is_cell)))
             )
-        for name in self._replaced(trained):
+        for name in self._find_reassigned(trained):
             self._named.add(name)
             self._writer.write(
-                ev.RunNote.of(Finding("replaced", _replaced(name, self._task_is_cell)))
+                ev.RunNote.of(Finding("replaced", _describe_reassigned(name, self._task_is_cell)))
             )
         for name, model in self._new(trained).items():
             self._named.add(name)
-            text = _only_there(name, model, self._task_is_cell)
+            text = _describe_new(name, model, self._task_is_cell)
             self._writer.write(ev.RunNote.of(Finding("only-in-ranks", text)))
 
-    def _replaced(self, trained: set[int]) -> list[str]:
+    def _find_reassigned(self, trained: set[int]) -> list[str]:
         """Return the notebook's variables that are another model now, which is trained."""
         return [
             name
@@ -104,9 +103,9 @@ class UnsyncedModels(Observer):
         ]
 
     def _new(self, trained: set[int]) -> dict[str, Any]:
-        """Return the models that the task has made and trains, by the variables that have them.
+        """Return the models that the task has created and trains, by variable.
 
-        None where it asks for some variables, and so knows of the rest, or seems to save models.
+        Empty if the task requests some variables (``--out``), or seems to save models.
         """
         if not trained or self._plan.out or self._ranks_stay or self._saves:
             return {}
@@ -163,7 +162,7 @@ def _text(names: list[str], is_cell: bool) -> str:
     )
 
 
-def _replaced(name: str, is_cell: bool) -> str:
+def _describe_reassigned(name: str, is_cell: bool) -> str:
     option, none = (f"--out {name}", "--no-sync") if is_cell else (f'out="{name}"', "sync=False")
     code = "cell" if is_cell else "function"
     return (
@@ -172,7 +171,7 @@ def _replaced(name: str, is_cell: bool) -> str:
     )
 
 
-def _only_there(name: str, model: Any, is_cell: bool) -> str:
+def _describe_new(name: str, model: Any, is_cell: bool) -> str:
     variable = re.split(r"[.[ ]", name)[0]
     option, none = (
         (f"--out {variable}", "--no-sync") if is_cell else (f'out="{variable}"', "sync=False")

@@ -27,7 +27,7 @@ from ...hooks import Observer
 from ...hooks.guard import guarded
 
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
-"""Libraries by which ranks may train together without torch's process group."""
+"""Libraries that ranks can use to train together without torch's process group."""
 
 _SHARDS = ("deepspeed", "megatron", "torch.distributed.pipelining")
 """Libraries that give each rank a part of the model, as plain tensors."""
@@ -265,9 +265,9 @@ def _trains_otherwise(optimizer: Any) -> bool:
 
 
 def read_source(task: Task | None) -> tuple[bool, bool, bool]:
-    """Return whether a task's source asks for its rank, gathers values, and asks for no notes.
+    """Return whether a task's source uses its rank, gathers values, and excludes the notes.
 
-    A source that cannot be read may do the first two.
+    If the source cannot be read, the first two are assumed.
     """
     lines = source_lines(task) if task is not None else []
     code = [line.partition("#")[0] for line in lines]

@@ -1,8 +1,8 @@
-"""Reads the loops around the running code from its source: which round of how many each is in.
+"""Reads the loops around the running code: the current round of each, and their number.
 
 Only what is certain counts: ``for epoch in range(start, args.epochs)``, a bar or `enumerate` around
-one, a list whose members differ, ``while step < steps``. Where any other loop is around, or source
-cannot be read, nobody knows how long the training will be.
+one, a list whose members differ, ``while step < steps``. With any other loop, or if the source
+cannot be read, the length of the training is unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threa
 things."""
 
 _SEEN_ELSEWHERE = {"locals", "vars", "eval", "exec", "dir"}
-"""What may hold the dictionary of a function's variables, which a look would change."""
+"""Code that may use the dictionary of a function's variables, which reading would change."""
 
 _FRAMES = {"_getframe", "currentframe"}
 """What gives a frame, and with it that dictionary."""
@@ -74,9 +74,10 @@ def loops_around(frame: FrameType | None) -> Loops | None:
         if not statements:
             continue
         for statement in reversed(statements):
-            if _is_over_words(statement):  # ``for phase in ("train", "val")``: steps in one alone
+            # ``for phase in ("train", "val")``: steps in one alone.
+            if _iterates_literals(statement):
                 continue
-            if _tries_again(statement):  # a round that succeeds is the last
+            if _is_retry_loop(statement):  # a round that succeeds is the last
                 continue
             loop = _loop(statement, around)
             if loop is None and (has_inner or isinstance(statement, ast.While)):
@@ -115,7 +116,7 @@ def _read(code: CodeType) -> tuple[Statement, ...] | None:
     is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
     if code.co_name == "<lambda>":
         return ()
-    if is_function and code.co_name.startswith("<"):  # a comprehension: no line of it tells
+    if is_function and code.co_name.startswith("<"):  # a comprehension, whose line shows no round
         return None
     lines = linecache.getlines(code.co_filename)
     first = code.co_firstlineno - 1 if is_function else 0
@@ -142,7 +143,7 @@ def _loops_in(node: ast.AST) -> Iterator[Statement]:
 
 @contextlib.contextmanager
 def _variables(frame: FrameType) -> Iterator[ChainMap[str, Any]]:
-    """Yield the variables of a frame, and after them those of its module; hold none of them."""
+    """Yield the variables of a frame and then those of its module, without keeping them."""
     # Until 3.13 they are a copy that the frame keeps: a tensor in it would stay alive.
     is_copy = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if is_copy and _may_hold_variables(frame.f_code):
@@ -164,7 +165,7 @@ def _may_hold_variables(code: CodeType) -> bool:
     return not called.isdisjoint(global_names(code))
 
 
-def _tries_again(statement: Statement) -> bool:
+def _is_retry_loop(statement: Statement) -> bool:
     """Return whether only a failure leads to another round: ``for attempt in …: try: …; break``."""
     last = statement.body[-1]
     blocks = [last.orelse or last.body, last.finalbody] if isinstance(last, ast.Try) else []
@@ -173,7 +174,7 @@ def _tries_again(statement: Statement) -> bool:
     return has_handler and any(isinstance(end, (ast.Break, ast.Return)) for end in ends)
 
 
-def _is_over_words(statement: Statement) -> bool:
+def _iterates_literals(statement: Statement) -> bool:
     """Whether a loop goes over texts that are written out: parts of a round, not rounds."""
     if isinstance(statement, ast.While) or not isinstance(statement.iter, (ast.List, ast.Tuple)):
         return False
@@ -226,14 +227,14 @@ def _for(statement: ast.For | ast.AsyncFor, variables: Mapping[str, Any]) -> Loo
 
 def _within_bar(over: ast.expr) -> ast.expr:
     """Return what a bar goes over: ``tqdm(range(3))``, ``trange(3)``."""
-    while isinstance(over, ast.Call) and _called(over) in _BARS and over.args:
-        if _called(over) == "trange":
+    while isinstance(over, ast.Call) and _called_function(over) in _BARS and over.args:
+        if _called_function(over) == "trange":
             return ast.Call(ast.Name("range", ast.Load()), over.args, [])
         over = over.args[0]
     return over
 
 
-def _called(call: ast.Call) -> str:
+def _called_function(call: ast.Call) -> str:
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
@@ -251,7 +252,7 @@ def _members(over: ast.expr, variables: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _first(over: ast.expr, members: Sequence[Any]) -> int:
-    """Return the number of the first round: 1, unless a range goes on after a restart."""
+    """Return the number of the first round: 1, unless a range continues after a restart."""
     if not isinstance(members, range) or members.step != 1:
         return 1
     match over:
@@ -283,9 +284,9 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
-    """Return the value of an expression that runs none of the user's functions.
+    """Return the value of an expression without calling the user's functions.
 
-    Of numbers that are computed only whole ones count: another object's methods would run.
+    Operators are applied only to integers, because other objects would run their own methods.
     """
     match node:
         case ast.Constant(value):

@@ -29,16 +29,16 @@ class Place(NamedTuple):
 
 @dataclass
 class LibraryPlace:
-    """Where a library that trains says that it stands: transformers' Trainer, Lightning's."""
+    """The position that a library reports: transformers' Trainer, or Lightning's."""
 
     last: Place = field(default_factory=Place)
     has_ended: bool = False
     fit_loop: weakref.ref[Any] | None = None
-    """Lightning's loop, which is asked each time."""
+    """Lightning's loop, which is read each time."""
 
     @property
     def is_over(self) -> bool:
-        """Whether a step that is made now is none of the library's."""
+        """Whether a step that is made now is not a step of the library."""
         if self.fit_loop is None:
             return self.has_ended
         fit_loop = self.fit_loop()
@@ -48,14 +48,14 @@ class LibraryPlace:
         """Return where the training stands now."""
         fit_loop = self.fit_loop() if self.fit_loop is not None else None
         if fit_loop is not None:
-            self.last = _of_lightning(fit_loop)
+            self.last = _lightning_place(fit_loop)
         return self.last
 
 
 _library: LibraryPlace | None = None
 
 
-def _of_lightning(fit_loop: Any) -> Place:
+def _lightning_place(fit_loop: Any) -> Place:
     trainer = fit_loop.trainer
     epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
     epoch, batches = trainer.current_epoch, trainer.num_training_batches
@@ -77,14 +77,14 @@ class LibraryPlaces(Observer):
     """Takes note of where Lightning and transformers' Trainer stand."""
 
     def fitting(self, fit_loop: Any) -> None:
-        """Ask Lightning's loop from now on."""
+        """Read Lightning's loop from now on."""
         global _library
         _library = LibraryPlace(fit_loop=weakref.ref(fit_loop))
 
     def trainer_moved(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
-        """Take note of where the Trainer stands.
+        """Record the position of the Trainer.
 
-        Its own count of epochs goes on at the end of a step, and that of a stream at another place.
+        Its own count of epochs changes at the end of a step, and elsewhere for a stream.
         """
         global _library
         done, total = int(state.global_step), int(state.max_steps)
@@ -98,18 +98,19 @@ class LibraryPlaces(Observer):
 
 
 class TrainingPlace:
-    """Looks now and then at the loops around a step, and counts on in between.
+    """Reads the loops around a step from time to time, and counts in between.
 
-    In the epochs' loop a round is a pass over the loader; without a loader, rounds go with steps.
+    In the loop of epochs, a round is a pass over the loader; without a loader, it follows steps.
     """
 
     def __init__(self) -> None:
         self._loops: Loops | None = None
-        self._at: tuple[int, int] = 0, 0  # rounds that were begun, and steps or passes, at the look
+        # Rounds that had begun, and steps or passes, at the last reading.
+        self._at: tuple[int, int] = 0, 0
         self._pace = 1.0  # rounds for each step or pass
 
     def look(self, steps: int, passes: int) -> None:
-        """Look at the loops around the step that runs: so many `steps` and `passes` have begun."""
+        """Read the loops around the current step, after `steps` and `passes` have begun."""
         global _library
         if _library is not None and not _library.is_over:
             return
@@ -118,10 +119,10 @@ class TrainingPlace:
         if loops is None or not loops.known:
             self._loops = loops
             return
-        rounds = _begun(loops)
+        rounds = _count_begun(loops)
         count = passes if loops.has_inner else steps
         before, count_before = self._at
-        # The same loops a second time, as of two calls of one function, with no look in between.
+        # The same loops a second time, as in two calls of one function, without a reading between.
         begins_anew = rounds < before or (rounds == before and self.is_beyond(steps, passes))
         if self._loops is None or loops.key != self._loops.key or begins_anew:
             self._pace = rounds / count if count and rounds % count == 0 else 1.0
@@ -133,10 +134,10 @@ class TrainingPlace:
         """Return whether more rounds have begun than the loops have: other loops run."""
         if self._loops is None or not self._loops.known:
             return False
-        begun, most = self._begun(self._loops, steps, passes)
+        begun, most = self._count_rounds(self._loops, steps, passes)
         return begun > most
 
-    def _begun(self, loops: Loops, steps: int, passes: int) -> tuple[int, int]:
+    def _count_rounds(self, loops: Loops, steps: int, passes: int) -> tuple[int, int]:
         """Return how many rounds have begun by the present counts, and how many there are."""
         rounds, count = self._at
         now = passes if loops.has_inner else steps
@@ -158,7 +159,7 @@ class TrainingPlace:
         inner: Rounds = (("batch", batch, batches, 1),) if batch and batches else ()
         if not loops.known:
             return Place(inner if loops.has_inner and passes <= 1 else (), epoch)
-        begun, most = self._begun(loops, steps, passes)
+        begun, most = self._count_rounds(loops, steps, passes)
         indices = _digits(min(most, begun) - 1, loops.known)
         done = [
             (loop.name or "round", index, loop.rounds, loop.first)
@@ -171,7 +172,7 @@ class TrainingPlace:
         return Place((*done, *inner), loop.first + index, loop.first + loop.rounds - 1)
 
 
-def _begun(loops: Loops) -> int:
+def _count_begun(loops: Loops) -> int:
     """Return how many rounds of the innermost known loop have begun, of all loops together."""
     number = 0
     for loop in loops.known:

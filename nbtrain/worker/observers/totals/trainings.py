@@ -7,9 +7,10 @@ from typing import Any
 
 
 class TrainingCount:
-    """Begins a training where epochs are counted anew and other parameters are trained.
+    """Begins a new training when epochs restart and other parameters are trained.
 
-    Where the same ones go on, as in stages of a fine-tuning, it is one. Keeps no parameter alive.
+    With the same parameters, as in stages of a fine-tuning, it is one training. Keeps no parameter
+    alive.
     """
 
     def __init__(self) -> None:
@@ -27,17 +28,17 @@ class TrainingCount:
             self._trained.update({id(p): weakref.ref(p) for p in parameters})
 
     def number(self, epoch: int) -> int:
-        """Return which training it is that has come to an epoch."""
+        """Return the number of the training that has reached an epoch."""
         begins = self._last_epoch is not None and epoch <= self._last_epoch
-        return self._number + (begins and not self._goes_on())
+        return self._number + (begins and not self._trains_same_parameters())
 
-    def _goes_on(self) -> bool:
+    def _trains_same_parameters(self) -> bool:
         both = self._trained.keys() & self._trained_before.keys()
         alive = ((self._trained[key](), self._trained_before[key]()) for key in both)
         return any(now is not None and now is before for now, before in alive)
 
     def end_epoch(self, epoch: int) -> int:
-        """Return which training an epoch was of that is over."""
+        """Return the number of the training of an epoch that has ended."""
         self._number, self._last_epoch = self.number(epoch), epoch
         self._trained_before, self._trained = self._trained, {}
         self._optimizers.clear()
