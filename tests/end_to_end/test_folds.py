@@ -118,11 +118,10 @@ def test_trainings_that_are_over_between_two_looks_are_counted_too(
     notebook: Notebook, body: str
 ) -> None:
     """On a fast machine, a training of 24 steps took 12 ms: the next was stuck in epoch 1."""
-    meter = "import nbtrain.worker.observers.training_meter as meter\n"
-    notebook.run(f"{meter}before = meter.INTERVAL, meter.NEXT_LOOK\nmeter.INTERVAL = 60")
-    notebook.run("meter.NEXT_LOOK = 60")
+    both = "limits.REPORT_INTERVAL_S, limits.NEW_PASS_LOOK_INTERVAL_S"
+    notebook.run(f"from nbtrain.worker import limits\nbefore = {both}\n{both} = 60, 60")
     shown(notebook, f"%%distributed -n 1\n{body}")
-    notebook.run("meter.INTERVAL, meter.NEXT_LOOK = before\nframe = nbtrain.last_run().epochs")
+    notebook.run(f"{both} = before\nframe = nbtrain.last_run().epochs")
     columns = "[[int(n) for n in frame[c]] for c in ('training', 'epoch')]"
     assert notebook.value(columns) == [[1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3]]
 

@@ -85,7 +85,8 @@ def test_a_value_is_read_where_no_step_ever_ends(kernel: Notebook) -> None:
 
 def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> None:
     kernel.run(
-        "from nbtrain.worker import device_scalars as reader; most, reader.MOST = reader.MOST, 8"
+        "from nbtrain.worker import limits\n"
+        "most, limits.MAX_PENDING_SCALARS = limits.MAX_PENDING_SCALARS, 8"
     )
     out = kernel.run(
         "%%distributed -n 1\n"
@@ -96,7 +97,7 @@ def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> No
         "    kept.append(sum(map(len, api.active.late._others['xla']._waiting.values())))\n"
         "max(kept)"
     )
-    kernel.run("reader.MOST = most")
+    kernel.run("limits.MAX_PENDING_SCALARS = most")
     assert not out.ename, out.traceback
     assert kernel.value("nbtrain.last_run().value") < 8
     values = "nbtrain.last_run().history['value'].tolist()"
