@@ -18,11 +18,11 @@ from ...transport.job import Job
 from ...ui.displays import prompt as prompts
 from ...ui.displays.prompt import Prompt
 
-PATIENCE = 1.0
-"""Seconds in which a rank whose code goes on by a line keeps the prompt, though another waits."""
+SAME_RANK_PROMPT_S = 1.0
+"""A rank that runs one line keeps the prompt for so long before another rank's turn."""
 
-TICK = 0.02
-"""Seconds between two looks while somebody types."""
+DEBUGGER_POLL_S = 0.02
+"""Between two checks while the user types."""
 
 HELP = "p x: show x · n: next line · c: continue · q: end the {what}"
 _AFTERWARDS = "p x: show x · u: go up to the caller · d: go down again · q: leave"
@@ -56,7 +56,7 @@ class DebuggerLaunch(LaunchSide):
 
 
 class Conversation(Companion):
-    """The debuggers of one run, and who is asked."""
+    """The debuggers of one run, and the rank that has the prompt."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Conversation(Companion):
         self._help = HELP.format(what="cell" if is_live else "run")
         self._channels: dict[int, Channel] = {}
         self._waiting: dict[int, Message] = {}
-        self._said: dict[int, Message] = {}  # since each was told something
+        self._said: dict[int, Message] = {}  # since each got a line
         self._current: int | None = None
         self._is_asking = False
         self._goes_on_since: float | None = None  # the current rank, by a line
@@ -83,7 +83,7 @@ class Conversation(Companion):
         return self._is_asking and self._prompt.holds_screen
 
     def attend(self, state: RunState) -> bool:
-        """Pass on what was said and typed since; return whether a debugger is open."""
+        """Exchange lines with the debuggers; return whether one is open."""
         for rank in state.ranks:
             if rank.debugger and rank.rank not in self._channels:
                 self._connect(rank)
@@ -97,13 +97,13 @@ class Conversation(Companion):
         return bool(self._waiting) or any(rank.debugger for rank in state.ranks)
 
     def ranks_ended(self) -> None:
-        """Hang up; debuggers that wait let their code go on."""
+        """Close the connections; debuggers that wait continue their code."""
         for channel in self._channels.values():
             channel.close()
         self._channels, self._waiting, self._is_asking = {}, {}, False
 
     def _connect(self, rank: RankState) -> None:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has just ended
             channel = connect(rank.debugger)
             channel.trust()
             self._channels[rank.rank] = channel
@@ -138,11 +138,11 @@ class Conversation(Companion):
             self._goes_on_since = time.monotonic()
 
     def _ask(self, state: RunState) -> None:
-        """Ask for a line for the rank that was asked last, or else for the first that waits."""
+        """Prompt for a line of the rank that had the prompt last, or of the first that waits."""
         if self._current not in self._waiting:
             if self._current is not None:
                 since = self._goes_on_since
-                if since is None or time.monotonic() - since < PATIENCE:
+                if since is None or time.monotonic() - since < SAME_RANK_PROMPT_S:
                     return  # it answers in a moment
                 print(f"rank {self._current} is at work.", flush=True)
             self._turn_to(min(self._waiting), state)
@@ -168,7 +168,7 @@ class Conversation(Companion):
         self._show(message.get("text", ""))
 
     def _pass_on(self, state: RunState) -> None:
-        """Give what was typed to the rank that is asked, or to all; or turn to another rank."""
+        """Send what was typed to the rank with the prompt or to all ranks, or change the rank."""
         line = self._prompt.answer()
         if line is None:
             return
@@ -193,14 +193,14 @@ class Conversation(Companion):
         ranks = sorted(self._waiting)
         for rank in ranks:
             self._tell(rank, line)
-        deadline = time.monotonic() + 2 * PATIENCE
+        deadline = time.monotonic() + 2 * SAME_RANK_PROMPT_S
         current, self._current = self._current, None
         open_ones = set(ranks)
         while open_ones and time.monotonic() < deadline:
             self._listen()
             open_ones = {r for r in open_ones if r in self._channels and r not in self._said}
-            time.sleep(TICK if open_ones else 0.0)
-        for rank in ranks:  # in their order, whoever answered first
+            time.sleep(DEBUGGER_POLL_S if open_ones else 0.0)
+        for rank in ranks:  # in the order of ranks
             self._show_of(rank)
         for rank in sorted(open_ones):
             print(f"[rank {rank}] is busy. To see its answer later, type: rank {rank}")

@@ -98,7 +98,7 @@ class Debugging:
         self.look_into(error)
 
     def stop_here(self, *_args: Any, **_options: Any) -> None:
-        """Open the debugger at the caller. Raises `NbtrainError` where nobody can answer."""
+        """Open the debugger at the caller. Raises `NbtrainError` if the notebook cannot answer."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
         self._check("breakpoint")
@@ -107,7 +107,7 @@ class Debugging:
         self._debuggers.own.set_trace(_caller())
 
     def _check(self, call: str) -> None:
-        """Raise `NbtrainError` where nobody can answer."""
+        """Raise `NbtrainError` if the notebook cannot answer."""
         if os.getpid() != self._process:
             raise NbtrainError(
                 f"{call}() works in a rank itself, not in a process that it has started. To debug "
@@ -126,7 +126,7 @@ class Debugging:
         debugger = make_debugger(self._file, is_over=True)
         self._file.write("".join(traceback.format_exception_only(error)))
         debugger.reset()
-        # The failure is to be reported, whatever happens.
+        # The failure must be reported in any case.
         with contextlib.suppress(Exception, KeyboardInterrupt):
             debugger.interaction(None, error.__traceback__)
 
@@ -136,7 +136,7 @@ class Debugging:
 
 
 def _caller() -> FrameType:
-    """Return the innermost frame that is none of nbtrain's."""
+    """Return the innermost frame that does not belong to nbtrain."""
     frame = sys._getframe(1)
     while is_own(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back

@@ -16,10 +16,10 @@ from ...system.source_files import RANK_BODY, is_own, short_name
 from ...transport.channel import Channel, Listener
 from ...worker import stopping
 
-LOOK = 0.1
-"""Seconds between two looks at whether the rank is to stop."""
+STOP_CHECK_INTERVAL_S = 0.1
+"""Between two checks whether the rank has been requested to stop."""
 
-LARGEST = 1_000_000
+MAX_SHOWN_CHARS = 1_000_000
 """Characters that are shown at once, the first ones."""
 
 GO_ON = "c\n"
@@ -43,11 +43,11 @@ class NotebookFile:
         """Held by the thread that is in the debugger."""
         self._place = ""
         self.prompt = ""
-        """The end of what is written, where a line is asked for."""
+        """Ends the text before a prompt."""
         self.is_over = False
         """Whether the code has ended, by an exception."""
         self.has_ended = False
-        """Whether nobody answers any more: the run is to stop, or the notebook is gone."""
+        """Whether the notebook has closed the connection, or the run must stop."""
 
     def open(self, filename: str, line: int) -> None:
         """Call for someone to answer, and begin with the place in the code."""
@@ -59,7 +59,7 @@ class NotebookFile:
         self._report(str(self._listener.address), self._place)
 
     def leave(self, *, comes_back: bool) -> None:
-        """Say that the code goes on, perhaps by one line only."""
+        """Report that the code continues, perhaps by only one line."""
         if stopping.active is not None:
             stopping.active.is_asked = self._asks
         self._report("", "")
@@ -74,19 +74,19 @@ class NotebookFile:
         self._channel = self._listener = None
 
     def write(self, text: str) -> int:
-        """Keep a text until a line is asked for, or the code goes on."""
+        """Keep a text until the next prompt, or until the code continues."""
         self._text.append(text)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is to be done: a text goes with the question."""
+        """Do nothing: the text is sent with the prompt."""
 
     def isatty(self) -> bool:
         """Whether this is a terminal."""
         return False
 
     def readline(self) -> str:
-        """Ask for a line, and wait for it; "go on" where nobody answers any more."""
+        """Prompt for a line and wait for it. If the notebook is gone, the code continues."""
         question = {"place": self._place, "prompt": self.prompt, "is_over": self.is_over}
         if not self.has_ended and self._send(question):
             line = self._receive()
@@ -103,8 +103,10 @@ class NotebookFile:
 
     def _send(self, message: dict[str, Any]) -> bool:
         text, self._text = "".join(self._text), []
-        if len(text) > LARGEST:
-            text = f"{text[:LARGEST]}\n… and {len(text) - LARGEST:,} characters more\n"
+        if len(text) > MAX_SHOWN_CHARS:
+            text = (
+                f"{text[:MAX_SHOWN_CHARS]}\n… and {len(text) - MAX_SHOWN_CHARS:,} characters more\n"
+            )
             text += message.get("prompt", "")
         channel = self._connected()
         if channel is None:
@@ -118,7 +120,7 @@ class NotebookFile:
     def _connected(self) -> Channel | None:
         """Return the channel, once someone has connected."""
         while self._channel is None and self._listener is not None and not _is_to_stop():
-            self._channel = self._listener.accept(LOOK)
+            self._channel = self._listener.accept(STOP_CHECK_INTERVAL_S)
             if self._channel is not None:
                 self._channel.trust()
         return self._channel
@@ -128,7 +130,7 @@ class NotebookFile:
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
         while not _is_to_stop():
-            if poller.poll(1000 * LOOK):
+            if poller.poll(1000 * STOP_CHECK_INTERVAL_S):
                 try:
                     return str(self._channel.receive()[0]["line"])
                 except (EOFError, ValueError, KeyError):
@@ -178,7 +180,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
         def user_return(self, frame: FrameType, value: Any) -> None:
             super().user_return(frame, value)
             if frame.f_back is not None and frame.f_back.f_code.co_filename in RANK_BODY:
-                self.set_continue()  # the task is over: "next" would go through what called it
+                self.set_continue()  # the task has ended: "next" would step through its callers
 
         def do_interact(self, _arg: str) -> None:
             self.message("`interact` does not work here: type statements one by one, as in !x = 3.")
@@ -192,7 +194,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
             files = [each.f_code.co_filename for each, _ in stack[:index]]
             first = max((i + 1 for i, file in enumerate(files) if file in RANK_BODY), default=0)
             while is_over and index > first and is_own(stack[index][0].f_code.co_filename):
-                del stack[index]  # what raised there, because the rank was to stop
+                del stack[index]  # it raised there because the rank must stop
                 index -= 1
             return stack[first:], index - first
 
@@ -209,7 +211,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
 
 
 def _stop() -> None:
-    """Raise KeyboardInterrupt where the run is to stop: the debugger would have swallowed it."""
+    """Raise KeyboardInterrupt if the run must stop, because the debugger would catch it."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if _is_to_stop() and stopping.active is not None and in_main_thread:
         stopping.active.raise_now()
@@ -221,7 +223,7 @@ def _place(frame: FrameType | None, trace: Any) -> tuple[str, int]:
         trace = trace.__traceback__
     if isinstance(trace, TracebackType):
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
-        # Not ours: what raised there, because the rank was to stop.
+        # Not this frame, which raised because the rank must stop.
         return next((each for each in reversed(frames) if not is_own(each[0])), frames[-1])
     assert frame is not None
     return frame.f_code.co_filename, frame.f_lineno

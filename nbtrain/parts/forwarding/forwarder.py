@@ -1,8 +1,8 @@
-"""Sends a run to trackers and messages to people, from a process next to the launcher.
+"""Sends a run to trackers, and messages to people, from a process next to the launcher.
 
-It reads the run's folder, as any follower does. In a process of its own, a tracker that fails,
-hangs or starts threads disturbs neither the kernel nor the forks of ranks. It is nobody's child,
-and outlives a kernel that dies: then it reports a run that is lost.
+It reads the run's folder, as any follower does. Because it is a separate process, a tracker that
+fails, hangs or starts threads disturbs neither the kernel nor the forks of ranks. It is not a child
+of the kernel, so it outlives a kernel that dies, and then reports the run as lost.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ...tracking.replay import initial_state, split_closing
 from ...tracking.run_folder import RunFolder, is_watched
 from ...tracking.state import RunState
 
-TICK = 0.25
-"""Seconds between two looks at the run's folder."""
+READ_INTERVAL_S = 0.25
+"""Between two readings of the run's folder."""
 
-WATCHED = 1.0
-"""Seconds between two looks at whether anybody watches the run."""
+WATCH_CHECK_INTERVAL_S = 1.0
+"""Between two checks whether a process watches the run."""
 
-PATIENCE = 10.0
+END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for trackers; what is left is sent behind it."""
 
-LONGEST = 120.0
-"""Seconds after which the process gives up what it could not send by then."""
+SEND_TIMEOUT_S = 120.0
+"""The process ends after so long, and does not send the rest."""
 
 _GONE = (
     "the process that sends this run to trackers and sends messages has ended. The training "
@@ -52,8 +52,8 @@ _GONE = (
 
 
 _LATE = (
-    f"the end of this run is not confirmed yet. nbtrain tries for {LONGEST:.0f} s more. Look there "
-    "whether the run is complete: the server may be down."
+    f"the end of this run is not confirmed yet. nbtrain tries for {SEND_TIMEOUT_S:.0f} s more. "
+    "Look there whether the run is complete: the server may be down."
 )
 _DIED = (
     "the process that sends this run died before the end was confirmed. What is there may be "
@@ -61,7 +61,7 @@ _DIED = (
 )
 
 _DONE = "\x06"
-"""How a line begins by which the process says that a receiver has all of the run, or failed."""
+"""The start of a line that reports that a receiver has all of the run, or failed."""
 
 
 class Receiver(Protocol):
@@ -70,17 +70,17 @@ class Receiver(Protocol):
     name: str
 
     def start(self, state: RunState) -> None:
-        """Begin. Whatever it raises ends this receiver alone."""
+        """Start. An error ends only this receiver."""
 
     def take(self, events: Sequence[ev.Event], state: RunState) -> None:
-        """Take what has happened since, and the picture after it."""
+        """Take the new events, and the state after them."""
 
     def finish(self, state: RunState) -> None:
-        """Take the picture of a run that is over."""
+        """Take the final state of the run."""
 
 
 class Forwarder(Companion):
-    """The launcher's end: it says how the run ended, and gets notes."""
+    """The launcher's side, which reports how the run ended and receives notes."""
 
     def __init__(
         self, connection: socket.socket | None = None, receivers: Iterable[str] = ()
@@ -101,7 +101,7 @@ class Forwarder(Companion):
         until = time.monotonic() + wait
         while self._connection is not None:
             left = until - time.monotonic()
-            if not is_readable(self._connection, max(0.0, min(left, TICK))):
+            if not is_readable(self._connection, max(0.0, min(left, READ_INTERVAL_S))):
                 if left <= 0 or is_pressed():
                     break
                 continue
@@ -120,7 +120,7 @@ class Forwarder(Companion):
         return [_note(text) for text in texts if not text.startswith(_DONE)]
 
     def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> list[ev.Event]:
-        """Say how the run ended, wait a little until others know, and return what went wrong."""
+        """Report how the run ended, wait a little for the receivers, and return their errors."""
         if self._connection is None:
             return []
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ class Forwarder(Companion):
             self._pending.clear()
         else:
             try:
-                notes = self._notes(PATIENCE, is_pressed)
+                notes = self._notes(END_TIMEOUT_S, is_pressed)
             except KeyboardInterrupt:  # raised where the rank is this process
                 notes = self._notes(0.0)
         if self._pending:
@@ -160,7 +160,7 @@ def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
             between = fork_process(partial(_fork_again, plan, folder, ours, other))
         with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
             os.waitpid(between, 0)
-    except OSError:  # no process to be had: the training may go on with those it has
+    except OSError:  # out of processes: the training does not need this one
         pass  # the launcher's end then notes the end of that process
     finally:
         other.close()
@@ -184,7 +184,7 @@ def _forward(plan: Plan, folder: RunFolder, connection: socket.socket) -> int:
     for thread in threads:
         thread.put(thread.receiver.start, state)
     state = _follow(folder, state, connection, threads)
-    until = time.monotonic() + LONGEST
+    until = time.monotonic() + SEND_TIMEOUT_S
     for thread in threads:
         thread.put(thread.receiver.finish, state)
         thread.put(None)
@@ -204,12 +204,12 @@ def _receivers(plan: Plan, folder: RunFolder) -> list[Receiver]:
 def _follow(
     folder: RunFolder, state: RunState, connection: socket.socket, threads: Iterable[_Thread]
 ) -> RunState:
-    """Hand on what happens until the launcher says how the run ended, or is gone."""
+    """Forward events until the launcher reports how the run ended, or is gone."""
     reader, received, looks = Reader(folder, state.world_size), b"", 0.0
     ranks = range(state.world_size)
     while True:
         is_lost = False
-        if is_readable(connection, TICK):
+        if is_readable(connection, READ_INTERVAL_S):
             new = b""
             with contextlib.suppress(OSError):
                 new = connection.recv(1 << 16)
@@ -217,7 +217,7 @@ def _follow(
             is_lost = not new  # the launcher ended, or it gave the run up
         end = ev.from_line(received) if received.endswith(b"\n") else None
         if not is_lost and time.monotonic() >= looks:
-            looks = time.monotonic() + WATCHED
+            looks = time.monotonic() + WATCH_CHECK_INTERVAL_S
             is_lost = not is_watched(folder)
         is_over = end is not None or is_lost
         ready, closing = split_closing((all_events if is_over else new_events)(reader.launcher), [])
@@ -245,7 +245,7 @@ class _Thread(threading.Thread):
         self.start()
 
     def put(self, call: Callable[..., None] | None, *args: object) -> None:
-        """Have the receiver called, in its turn; None: no more. Of one that failed, nothing."""
+        """Queue a call of the receiver, or its end with None. A failed receiver is not called."""
         if self.is_alive():
             self._calls.put(partial(call, *args) if call is not None else None)
 
@@ -259,7 +259,7 @@ class _Thread(threading.Thread):
         self._send(f"{_DONE}{self.receiver.name}")
 
     def _send(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the launcher does not wait any more
+        with contextlib.suppress(OSError):  # the launcher no longer waits
             self._connection.sendall(f"{line}\n".encode())
 
     def _reason(self, error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Starts what sends a run to trackers and to people, where the plan asks for it."""
+"""Starts the process that sends a run to trackers and people, if the plan has any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...planning.plan import Plan
 from ...transport.job import Job
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
-"""The packages of which a tracker needs one, where they are not called as the tracker."""
+"""The packages of trackers whose package has another name; one of them is needed."""
 
 _NO_APPRISE = '--notify needs the package apprise: pip install "nbtrain[notify]"'
 

@@ -18,12 +18,12 @@ from ...tracking.state import RunState
 from ...ui import outcomes, rank_texts, run_texts
 from ...ui.board import header
 
-_LONGEST = 500
+_MAX_LINE_CHARS = 500
 """Characters of a line."""
 
 
 class Notifier:
-    """One address. That somebody stops a run is no news; that its kernel ended is."""
+    """One address. A run that the user stops is not reported, but one whose kernel died is."""
 
     name = "--notify"
 
@@ -41,18 +41,18 @@ class Notifier:
             raise ValueError("apprise does not know an address of this form")
 
     def take(self, _events: Sequence[ev.Event], state: RunState) -> None:
-        """Tell of a hang, once until it is over."""
+        """Report a hang once."""
         if state.hang and not self._hang:
             self._send(state)
         self._hang = state.hang
 
     def finish(self, state: RunState) -> None:
-        """Tell how the run ended."""
+        """Report how the run ended."""
         if state.status != "interrupted" or state.code == ev.ABANDONED:
             self._send(state)
 
     def explain(self, error: BaseException) -> str:
-        """Say what went wrong, without the address: of others' errors, the type alone."""
+        """Describe an error without the address; of errors of libraries, only the type."""
         if type(error) in (ValueError, ConnectionError):
             return f"the message was not delivered: {error}"
         return f"the message was not delivered ({type(error).__name__})"
@@ -67,7 +67,7 @@ class Notifier:
 
 
 def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
-    """Return a headline and three lines: why, how far it came on what, and where to look."""
+    """Return a headline and three lines: the reason, the progress and device, and the next step."""
     why = reason(state)
     if state.status == "succeeded" and state.flaw:
         why = next(iter(state.notes), state.flaw)
@@ -76,7 +76,7 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
         why = numbers or "; ".join(map(str, outcomes.results(state))) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
     lines = (why, run_texts.facts(state, now), place)
-    return header.sentence(state, now), "\n".join(shorten(line, _LONGEST) for line in lines)
+    return header.sentence(state, now), "\n".join(shorten(line, _MAX_LINE_CHARS) for line in lines)
 
 
 def reason(state: RunState) -> str:

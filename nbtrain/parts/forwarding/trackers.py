@@ -19,19 +19,19 @@ from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from .notifications import reason
 
-LINGER = 30.0
+STEP_TIMEOUT_S = 30.0
 """Seconds that a step waits for the ranks that did not report it: steps are sent in order."""
 
-BETWEEN = 10.0
+MACHINE_REPORT_INTERVAL_S = 10.0
 """Seconds between two reports of what the machine does."""
 
 PROJECT = "nbtrain"
 """The project (experiment) of runs, where the tracker's own variable names no other."""
 
-_LONGEST = 10_000
+_MAX_ERROR_CHARS = 10_000
 """Characters of an error's text that are looked through."""
 
-_GIB = 2.0**30
+_BYTES_PER_GIB = 2.0**30
 
 _VARIABLES = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
 """Which variable names the project: an argument of the tracker would come before it."""
@@ -78,8 +78,8 @@ class RunTracker:
         _end(self.name, self._tracker, has_failed=state.status != "succeeded")
 
     def explain(self, error: BaseException) -> str:
-        """Say what a note says of what the tracker raised."""
-        text = strip_escapes(mask_text(str(error)[:_LONGEST]), 300) or type(error).__name__
+        """Return the text of the note for an error of the tracker."""
+        text = strip_escapes(mask_text(str(error)[:_MAX_ERROR_CHARS]), 300) or type(error).__name__
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class RunTracker:
 def _begun(name: str, run: str) -> Any:
     """Return Accelerate's tracker of this name, with a new run in it.
 
-    It is made without Accelerate's state, which would ask for the devices that the ranks need.
+    It is made without Accelerate's state, which would initialise the devices that the ranks need.
     """
     from accelerate import tracking
 
@@ -149,7 +149,7 @@ def _begun(name: str, run: str) -> Any:
 
 
 class _Logger(logging.Logger):
-    """Takes the place of Accelerate's logger, which would ask for its state."""
+    """Replaces Accelerate's logger, which needs Accelerate's state."""
 
     warning_once = logging.Logger.warning
 
@@ -199,7 +199,7 @@ class StepMeans:
                     self._began.setdefault(step, row["time"])
                     self._open.setdefault(step, {}).setdefault(name, {})[rank] = float(value)
         passed = min(self._newest.values()) if len(self._newest) == world_size else -1
-        late = self._time - LINGER
+        late = self._time - STEP_TIMEOUT_S
         return before + self._closed(lambda step: step < passed or self._began[step] < late)
 
     def rest(self) -> list[tuple[int, dict[str, float]]]:
@@ -254,7 +254,7 @@ class Machine:
             for name, value in _figures(event):
                 self._since = self._since or event.time
                 self._values.setdefault(f"system/{name}", []).append(value)
-                if event.time > self._since + BETWEEN:
+                if event.time > self._since + MACHINE_REPORT_INTERVAL_S:
                     return self.means()
         return {}
 
@@ -265,16 +265,16 @@ class Machine:
 
 
 def _figures(event: ev.Event) -> Iterable[tuple[str, float]]:
-    """Return what an event says of the machine: cores and GiB, each of one rank in the mean."""
+    """Return the machine's figures of an event: cores and GiB, as means over ranks."""
     if isinstance(event, ev.Resources):
         gpu = event.gpu_memory
         every = {
             "cpu cores per rank": event.cpu,
-            "memory GiB per rank": None if event.memory is None else event.memory / _GIB,
-            "gpu memory GiB per rank": None if gpu is None else gpu / _GIB,
+            "memory GiB per rank": None if event.memory is None else event.memory / _BYTES_PER_GIB,
+            "gpu memory GiB per rank": None if gpu is None else gpu / _BYTES_PER_GIB,
         }
         return [(name, value) for name, value in every.items() if value is not None]
     if isinstance(event, ev.Host):
-        host = [("host memory GiB", event.used / _GIB)]
+        host = [("host memory GiB", event.used / _BYTES_PER_GIB)]
         return [*host, *((f"gpu {n} percent", use) for n, *_, use in event.gpus if use is not None)]
     return ()

@@ -15,4 +15,4 @@ VARIABLES = (
     "KERAS_DISTRIBUTION_PROCESS_ID",
     "JAX_COORDINATOR_ADDRESS",
 )
-"""By which the libraries find their processes."""
+"""Variables that tell the libraries their processes."""

@@ -28,15 +28,15 @@ def refuse_inherited() -> None:
 
 
 def _refuse_tensorflow(module: Any) -> None:
-    """Have the context raise: every operation asks it for something first.
+    """Make the context raise an error, because every operation uses it first.
 
-    In place, since functions that were traced hold it.
+    In place, because traced functions refer to it.
     """
     context = module._context
     is_eager = context.executing_eagerly()
     known = {
         "executing_eagerly": lambda: is_eager,
-        "_context_handle": context._context_handle,  # the guard asks for it
+        "_context_handle": context._context_handle,  # the guard reads it
     }
 
     def look_up(self: Any, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""Lets TensorFlow, JAX and Keras join the ranks without an argument of the user's.
+"""Lets TensorFlow, JAX and Keras connect the ranks without an argument of the user.
 
 TensorFlow finds its processes in the variable ``TF_CONFIG``, JAX in a `ClusterEnv`, and Keras (on
-JAX) asks JAX, unless it has variables of its own. Each is answered when it asks, so that code which
-never asks is left alone. What the code, or ``--env``, has set stays.
+JAX) from JAX, unless it has its own variables. Each is set when the library needs it, so that other
+code is not affected. Values of the code or of ``--env`` stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JAX's own default is 300 seconds."""
 
 
 def join_when_asked(inherited: Mapping[str, str]) -> None:
-    """Have each library find the ranks when it asks.
+    """Make each library find the ranks when it needs them.
 
     Variables that are still as `inherited` from the notebook's environment are removed.
     """
@@ -61,7 +61,7 @@ def set_variables(world: World) -> None:
     """Set the variables of TensorFlow and Keras, for code that reads them by itself."""
     try:
         found = addresses(EARLY_JOIN_TIMEOUT_S)
-    except Exception as error:  # a strategy that asks raises it again
+    except Exception as error:  # a strategy raises it again
         LOGGER.info("the variables of TensorFlow and Keras were not set: %s", error)
         return
     variables = {
@@ -91,7 +91,7 @@ def _create_strategy(original: Any, strategy: Any, *args: Any, **kwargs: Any) ->
 
 
 def _show_own_gpu() -> None:
-    """Have TensorFlow use one GPU of several, as the other libraries do, if it uses none yet."""
+    """Make TensorFlow use one GPU, as the other libraries do, unless it uses some already."""
     config: Any = sys.modules["tensorflow"].config
     gpus = config.list_physical_devices("GPU")
     if len(gpus) > 1 and config.get_visible_devices("GPU") == gpus:

@@ -1,7 +1,7 @@
 """Copies the weights of Keras models that a task was given back into the notebook's, in place.
 
-Keras on torch needs none of it: there a model is one of torch's. Each weight is returned bit for
-bit; the state of the optimizer is not.
+Keras on torch does not need this, because its models are torch models. Each weight is returned bit
+for bit; the state of the optimizer is not.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def send_weights(
                 size = _write(path, weights)
                 parameters = sum(weight.size for weight in weights)
                 saved = replace(saved, parameters=parameters, size=size, stamp=stamp(path))
-        except Exception as error:  # whatever the library raises; a full disk
+        except Exception as error:  # the library may raise anything; a full disk
             saved = replace(saved, trouble=f"{type(error).__name__}: {error}")
         if rank == 0:
             writer.write(saved)

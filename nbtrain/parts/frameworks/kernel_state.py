@@ -1,6 +1,6 @@
-"""Tells whether ranks may be copies of this kernel, by what it has computed and the task uses.
+"""Decides whether ranks may be forks of this kernel, from what it computed and the task uses.
 
-A forked process lacks the threads of TensorFlow and JAX, and waits for them for ever.
+A forked process lacks the threads of TensorFlow and JAX, and waits for them forever.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PACKAGES = {
     "JAX": frozenset({"jax", "jaxlib", "flax", "optax", "equinox", "chex", "haiku", "orbax"}),
     "TensorFlow": frozenset({"tensorflow", "tf_keras"}),
 }
-"""The packages in which a framework is used. Keras 3 computes with one of them, or with torch."""
+"""The packages that use a framework. Keras 3 computes with one of them, or with torch."""
 
 
 class FreshEngine(SpawnEngine):
-    """The spawn engine where the kernel cannot be forked; a refusal says so, too."""
+    """The spawn engine, if the kernel cannot be forked; a refusal names it, too."""
 
     def __init__(self, reason: Finding) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def choose_engine(plan: Plan, engine: Engine) -> Engine:
 
 
 def describe(name: str, kernel: str = "this kernel") -> str:
-    """Return that a framework has computed, and in which cell."""
+    """Return a text with the framework that has computed, and its cell."""
     return f"{name} has computed in {kernel} ({accelerator_guard.first_cause(name).place})"
 
 

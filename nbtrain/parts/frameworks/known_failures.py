@@ -19,8 +19,8 @@ from .kernel_state import PACKAGES, packages_in
 
 _STRATEGY = "MultiWorkerMirroredStrategy"
 _LEGACY = "TF_USE_LEGACY_KERAS"
-_BROKEN = ((3, 0), (3, 16))
-"""From which version of Keras to before which; seen in 3.15.1 (keras#20585)."""
+_BROKEN_KERAS_VERSIONS = ((3, 0), (3, 16))
+"""The first broken version of Keras, and the first fixed one; seen in 3.15.1 (keras#20585)."""
 
 
 def known_failures(plan: Plan, device: str, engine: Engine) -> Iterator[Finding]:
@@ -51,7 +51,9 @@ def _has_broken_fit(plan: Plan, packages: set[str], engine: Engine) -> bool:
         numbers = re.findall(r"\d+", importlib.metadata.version("keras"))
     except importlib.metadata.PackageNotFoundError:
         return False
-    is_broken = _BROKEN[0] <= tuple(map(int, numbers[:2])) < _BROKEN[1]
+    is_broken = (
+        _BROKEN_KERAS_VERSIONS[0] <= tuple(map(int, numbers[:2])) < _BROKEN_KERAS_VERSIONS[1]
+    )
     return is_broken and env.get("KERAS_BACKEND", "tensorflow") == "tensorflow"
 
 

@@ -1,4 +1,4 @@
-"""Looks at TensorFlow, JAX and Keras before a launch, where the kernel or the task has them."""
+"""Checks TensorFlow, JAX and Keras before a launch, if the kernel or the task has them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _has_imported() -> bool:
 def _may_use(task: Task) -> bool:
     """Return whether this process has imported one of the frameworks, or the task's code names one.
 
-    Nothing is parsed: this is asked before every launch.
+    Nothing is parsed, because this is called before every launch.
     """
     if _has_imported():
         return True

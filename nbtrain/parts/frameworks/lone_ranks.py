@@ -24,10 +24,10 @@ _CONNECT = {
 
 
 class LoneRanks(Observer):
-    """Looks, at the end, whether this rank has computed with a framework without the other ranks.
+    """Checks at the end whether this rank has computed with a framework without the other ranks.
 
-    Not where it is connected with them by another framework or by torch, where it trained with
-    torch, or where the code asks for its rank: ranks may share the work on purpose.
+    This does not count if it is connected with them by another framework or by torch, trained with
+    torch, or uses its rank: the ranks may share the work on purpose.
     """
 
     purpose = "looking for ranks that compute alone"
@@ -42,7 +42,7 @@ class LoneRanks(Observer):
         self._trains_with_torch = True
 
     def finish(self, wait: bool) -> None:
-        """Note what the ranks of a run used by themselves; one of them says it for all."""
+        """Write a note about what the ranks used separately; one rank writes it for all."""
         new = sorted(set(frameworks_in_use()) - set(self._before))
         if not wait or not new or self._trains_with_torch or is_in_group() or is_in_world():
             return
@@ -64,7 +64,7 @@ class LoneRanks(Observer):
 
 def is_in_world() -> bool:
     """Whether this process is connected with others of JAX or TensorFlow."""
-    # Private (TensorFlow 2.21); where the name has moved, it is connected with none.
+    # Private (TensorFlow 2.21); without the name, it counts as not connected.
     context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
     return (
         jax_world() is not None or getattr(context, "_collective_ops_server_def", None) is not None

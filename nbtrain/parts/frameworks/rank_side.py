@@ -31,12 +31,12 @@ _WATCHED = {
         "compilation:watch_tensorflow",
     ),
 }
-"""What tells the board of the libraries: by module, the source that it serves, and what is called
-once the module is imported."""
+"""The hooks for the board, by module: the source that they serve, and the function that is called
+when the module is imported."""
 
 
 class FrameworksRank(RankSide):
-    """Makes the ranks one world of each library, when it asks for one."""
+    """Connects the ranks in each library, when it needs them."""
 
     def __init__(self) -> None:
         self._inherited: dict[str, str] | None = None
@@ -93,7 +93,8 @@ class FrameworksRank(RankSide):
             from .keras_models import send_weights
 
             send_weights(self._models, self._rank, job.folder, self._writer)
-        if "jax._src.distributed" in sys.modules and not job.is_live:  # else a cell may go on
+        # Otherwise a cell may continue.
+        if "jax._src.distributed" in sys.modules and not job.is_live:
             from .joining import leave_jax
 
             leave_jax()

@@ -1,9 +1,9 @@
-"""Where the ranks meet for TensorFlow, JAX and Keras: one address a rank, known to all of them.
+"""Publishes the addresses of the ranks for TensorFlow, JAX and Keras.
 
-Each rank reserves ports of its own and publishes them in the store that the ranks of torch meet in.
+Each rank reserves ports and publishes them in the store of torch's ranks.
 A reserved port stays bound, not listening, until the process ends: the server that a library starts
-there may bind it too (both set SO_REUSEADDR), and no other process gets it meanwhile. Nothing is
-reserved before a library asks.
+there may bind it too (both set SO_REUSEADDR), and no other process gets it before. Nothing is
+reserved until a library needs it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def current_world() -> World:
 def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
     """Reserve and publish this rank's addresses, and return those of all ranks.
 
-    Raises `LaunchError` if another rank has published none within `timeout_s` seconds.
+    Raises `LaunchError` if another rank has not published its addresses within `timeout_s`.
     """
     global _addresses
     if _addresses is not None:

@@ -1,4 +1,4 @@
-"""Live ranks, which stay between cells: start, send tasks and values, ask, stop."""
+"""Live ranks, which stay between cells: start and stop them, and exchange tasks and values."""
 
 from ...part import Command, Part
 

@@ -28,7 +28,7 @@ _HINT = " (%nbtrain? shows the commands)"
 
 
 def command(typed: Typed) -> object:
-    """Carry out a command, and print what there is to say. Raises `PlanError`."""
+    """Run a command, and print its result. Raises `PlanError`."""
     if typed.command == "stop":
         are_there = live_ranks.current() is not None or live_ranks.lost() is not None
         if not are_there or typed.text.strip():
@@ -193,7 +193,7 @@ def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[st
 
 
 def _difference(by_rank: Mapping[int, Mapping[str, Any] | None]) -> str:
-    """Say how the ranks differ in a variable; "same" if they do not."""
+    """Describe how a variable differs between the ranks; "same" if it does not."""
     here = {rank: about for rank, about in by_rank.items() if about is not None}
     if len(here) < len(by_rank):
         return f"only {format_ranks(here)}"

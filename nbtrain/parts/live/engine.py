@@ -22,8 +22,8 @@ from ...transport.weights.model_parts import Part
 
 Message = dict[str, Any]
 
-TOGETHER = 0.003
-"""Seconds in which the others are waited for once a rank is done: one look is for all of them."""
+EXIT_BATCH_WINDOW_S = 0.003
+"""After a rank has finished, the others are waited for so long, to report their ends together."""
 
 
 class Members(Protocol):
@@ -81,7 +81,7 @@ class LiveEngine(Engine):
         self._parcel = payload.pack(plan, is_fresh=False, there=there)
 
     def discard(self) -> None:
-        """Let go of the parcel."""
+        """Delete the pickled plan."""
         if self._parcel is not None:
             self._parcel.close()
 
@@ -140,7 +140,7 @@ class TaskRanks(Ranks):
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that have done their task, or are gone; see `Ranks.wait`."""
         exits = self._receive(timeout)
-        deadline = time.monotonic() + TOGETHER
+        deadline = time.monotonic() + EXIT_BATCH_WINDOW_S
         while exits and self._busy and (left := deadline - time.monotonic()) > 0:
             exits += self._receive(left)
         return exits
@@ -151,7 +151,7 @@ class TaskRanks(Ranks):
             if message is None:
                 exits.append(self._members.end_of(rank))
             elif message["done"] == self._task:
-                # Without a code, the task did not begin: the answer says why.
+                # Without a code, the task did not start: the reply has the reason.
                 cause = f"could not run the task: {message['error']}" if "error" in message else ""
                 exits.append(Exit(rank, message.get("code", 1), clock.now(), cause))
         self._busy -= {ended.rank for ended in exits}

@@ -1,10 +1,10 @@
 """Ends the collectives of a live rank from another thread, and forms a new process group.
 
-A rank that waits in a collective for a peer which will not come hears no interrupt: it is in C++.
-gloo has nothing that ends the wait (`abort` and `shutdown` of its backend return at once and change
-nothing, torch 2.13); but when its connections are shut down, the collective raises. NCCL has
-`abort`, after which the process is in no group; and who leaves a group of NCCL in the regular way
-waits for peers, which may have aborted it (seen on an H200 with torch 2.11).
+A rank that waits in a collective for a missing peer cannot be interrupted, because it is in C++.
+gloo cannot end the wait (`abort` and `shutdown` of its backend return at once and change nothing,
+torch 2.13), but when its connections are shut down, the collective raises. NCCL has `abort`, and
+the process is in no group then. A rank that leaves a group of NCCL in the regular way waits for
+peers, which may have aborted it (seen on an H200 with torch 2.11).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ...system.instrumentation import patch
 
 
 class ProcessGroups:
-    """The process groups of this process, as far as they must be ended or made again."""
+    """The process groups of this process that must be ended or formed again."""
 
     def __init__(self) -> None:
         self._sockets: set[str] = set()  # as /proc names them, by inode: a number may be reused
         self._is_broken = False
         self._aborted = ""  # the backend of a default group that was aborted
-        self._keys = (0, 0)  # how often the default group was formed anew, and was left, since
+        self._keys = (0, 0)  # how often the default group was formed again, and left after that
 
     def install(self) -> None:
         """Watch the process groups of this process, as long as it lives."""
@@ -57,7 +57,7 @@ class ProcessGroups:
     def _begin_again(self, generation: int, left: int) -> None:
         """Give the next default group keys, and a name, of its own."""
         self._keys = (generation, left)
-        with contextlib.suppress(Exception):  # torch's private counter; it begins anew by itself
+        with contextlib.suppress(Exception):  # torch's private counter, which restarts by itself
             c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
             c10d._world.group_count = 1000 * generation + 10 * left
 
@@ -92,11 +92,11 @@ class ProcessGroups:
         return {"is_formed": is_formed, "is_broken": self._is_broken, "count": count}
 
     def reform(self, generation: int, namespace: dict[str, Any], *, forms: bool) -> list[str]:
-        """Leave the default group and form it anew; return which variables are of no use any more.
+        """Leave the default group and form it again; return the variables that are unusable now.
 
-        Without `forms`, only leave it: not all ranks were in it.
+        Without `forms`, only leave it, because not all ranks were in it.
 
-        All ranks call it with the same number, which no call had before.
+        All ranks call it with the same new number.
         """
         dist = _distributed()
         backend = self._aborted if dist is None else _backend(dist)

@@ -58,6 +58,6 @@ class _OnLiveRanks:
 
 
 def _known(function: str) -> LiveRanks | None:
-    """Ask `live_ranks` for ranks, if it has been imported."""
+    """Return the live ranks, if `live_ranks` has been imported."""
     module = sys.modules.get("nbtrain.parts.live.live_ranks")
     return None if module is None else getattr(module, function)()

@@ -49,22 +49,22 @@ from .variables import Variables, notebook
 _NAME = "live ranks"
 """What the run of live ranks is called."""
 
-PATIENCE = 120.0
-"""Seconds in which ranks have to begin: on a cluster, or a loaded host, imports take long."""
+START_TIMEOUT_S = 120.0
+"""For ranks to start. On a cluster or a loaded host, imports take long."""
 
-ANSWER = 30.0
-"""Seconds in which ranks that are not busy have to answer."""
+REPLY_TIMEOUT_S = 30.0
+"""For idle ranks to reply."""
 
-HEARD = 2.0
-"""Seconds in which ranks that do not answer have to hear an interrupt."""
+INTERRUPT_GRACE_S = 2.0
+"""For ranks that do not reply to react to an interrupt."""
 
-GRACE = 5.0
-"""Seconds that a task in the background has to end before the ranks do."""
+TASK_GRACE_S = 5.0
+"""For a background task to end before the ranks are ended."""
 
-NEAR, FAR = 2.0, 15.0
+LOCAL_EXIT_TIMEOUT_S, REMOTE_EXIT_TIMEOUT_S = 2.0, 15.0
 """Seconds until the end of a rank is known, on this host and on a node of a cluster."""
 
-LARGE = 1 << 20
+MAX_VALUE_BYTES = 1 << 20
 """Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
 
 _TPU_CUT_OFF = (
@@ -127,7 +127,7 @@ def start(
 
 
 def _listener(plan: Plan, folder: Path) -> Listener:
-    """Listen where the ranks of a plan can connect. Raises `PlanError` where none could."""
+    """Open a socket that the ranks of a plan can connect to. Raises `PlanError` if they cannot."""
     if sys.platform != "linux":
         raise PlanError("live ranks work on Linux only")
     engine = engines.choose(plan)
@@ -147,9 +147,9 @@ def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) ->
     global _live, _live_pid
     channels: dict[int, Channel] = {}
     names: dict[int, set[str]] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + START_TIMEOUT_S
     try:
-        # A rank may say hello before its process is known here, which its first task asks for.
+        # A rank may connect before its pid is known here, which its first task needs.
         while len(channels) < run.state.world_size or any(r.pid is None for r in run.state.ranks):
             if run.state.is_over or any(rank.is_over for rank in run.state.ranks):
                 run.wait()
@@ -157,13 +157,15 @@ def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) ->
             if time.monotonic() > deadline:
                 ranks = run.state.ranks
                 missing = [r.rank for r in ranks if r.rank not in channels or r.pid is None]
-                raise LaunchError(f"{format_ranks(missing)} did not begin within {PATIENCE:g} s")
+                raise LaunchError(
+                    f"{format_ranks(missing)} did not begin within {START_TIMEOUT_S:g} s"
+                )
             channel = listener.accept(0.1)
             if channel is not None:
                 hello = _hello(channel, secret)
                 if hello is not None:
                     channels[hello["rank"]], names[hello["rank"]] = channel, set(hello["new"])
-    except BaseException:  # an interrupt too: no rank stays that nobody could reach
+    except BaseException:  # including an interrupt: end ranks that could not be reached
         for channel in channels.values():
             channel.close()
         run.stop("because the ranks could not be started")
@@ -174,8 +176,8 @@ def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) ->
 
 
 def _hello(channel: Channel, secret: str) -> Message | None:
-    """Return what a rank says first; None, and hang up, if it is none of ours."""
-    # Whatever a stranger says, such as JSON that is nested without end, ends this connection alone.
+    """Return the first message of a rank, or close the connection and return None."""
+    # Any data of another process, such as deeply nested JSON, ends only this connection.
     with contextlib.suppress(Exception):
         message, _ = channel.receive()
         if secrets.compare_digest(str(message["secret"]).encode(), secret.encode()):
@@ -193,7 +195,7 @@ def current() -> LiveRanks | None:
 
 
 def lost() -> LiveRanks | None:
-    """Return ranks that have ended, and that nobody has stopped or replaced since."""
+    """Return ranks that have ended and were not stopped or replaced."""
     if _live is None or _live_pid != os.getpid() or not _live.has_ended or _live.was_stopped:
         return None
     return _live
@@ -202,7 +204,7 @@ def lost() -> LiveRanks | None:
 def _in_use(
     method: Callable[Concatenate[LiveRanks, _P], _T],
 ) -> Callable[Concatenate[LiveRanks, _P], _T]:
-    """Have the ranks do one thing at a time, and not be idle meanwhile."""
+    """Let the ranks do one thing at a time, and do not count them as idle."""
 
     @functools.wraps(method)
     def used(self: LiveRanks, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -342,7 +344,7 @@ class LiveRanks:
         """Return a number that no other task has, of a run in `folder` if it is one."""
         self._tasks += 1
         self._task_folder = folder
-        if folder is not None and self._are_far:  # it is there that ranks on other hosts are asked
+        if folder is not None and self._are_far:  # ranks on other hosts get requests there
             folder.questions.symlink_to(RunFolder(self._run.folder).questions)
         return self._tasks
 
@@ -391,7 +393,7 @@ class LiveRanks:
         if "file" in message:
             self._save_part(message)
             return {}
-        if message["done"] != self._tasks:  # an answer that nobody waits for any more
+        if message["done"] != self._tasks:  # a late reply
             _drop_data(message)
         self.variables.names[rank] |= set(message.get("new", ()))
         self.variables.names[rank] -= set(message.get("deleted", ()))
@@ -400,7 +402,7 @@ class LiveRanks:
         return message
 
     def _save_part(self, message: Message) -> None:
-        """Write what came of a file of the task's run, if that goes on."""
+        """Write the received part of a file of the task's run, if the run continues."""
         if message["data"] is None:  # an empty file comes without data
             message["data"] = os.open(os.devnull, os.O_RDONLY)
         with contextlib.suppress(OSError), open(message["data"], "rb") as file:  # a full disk
@@ -420,7 +422,9 @@ class LiveRanks:
 
     def end_of(self, rank: int) -> Exit:
         """Return how the process of a rank ended, which its keeper learns at about this moment."""
-        deadline = time.monotonic() + (FAR if self._are_far else NEAR)
+        deadline = time.monotonic() + (
+            REMOTE_EXIT_TIMEOUT_S if self._are_far else LOCAL_EXIT_TIMEOUT_S
+        )
         while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
             time.sleep(0.01)
         return Exit(rank, state.returncode, clock.now(), state.cause, code=state.cause_code)
@@ -431,7 +435,7 @@ class LiveRanks:
             self._channels.pop(rank).close()
         self._run._watcher.request_stop(how)  # type: ignore[union-attr]
 
-    # What the user asks for
+    # Called by the user
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Run ``function(*args, **kwargs)`` on every rank, and return the finished `Run`.
@@ -449,7 +453,7 @@ class LiveRanks:
     def run_plan(self, plan: Plan, ranks: Sequence[int] | None = None) -> Run:
         """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does.
 
-        One in the background is returned once it has begun; whoever needs the ranks waits for it.
+        A background run is returned after its start; the next use of the ranks waits for it.
         """
         targets = list(range(self.world_size)) if ranks is None else list(ranks)
         if plan.is_background:
@@ -460,7 +464,7 @@ class LiveRanks:
     def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
         try:
             run = self._launched(plan, targets)
-        except BaseException as error:  # an interrupt too: `debug` asks for what was raised last
+        except BaseException as error:  # including an interrupt: `debug` needs the last exception
             self.error = error
             self._failed = _cause(last_run())
             raise
@@ -488,7 +492,7 @@ class LiveRanks:
         try:
             self._behind = self._launched(plan, targets)
             self._behind_on = targets
-        except BaseException:  # an interrupt too: nobody else would set it
+        except BaseException:  # including an interrupt: no other code sets it
             self._is_free.set()
             raise
         return self._behind
@@ -526,7 +530,7 @@ class LiveRanks:
             finally:
                 try:
                     self._recover()
-                finally:  # whatever happened: somebody may wait for it
+                finally:  # in any case, because another thread may wait for it
                     self._last_use = time.monotonic()
                     self._is_free.set()
 
@@ -545,11 +549,11 @@ class LiveRanks:
         return f"`{self._behind.state.name}`" if self._behind is not None else "a cell"
 
     def _is_settling(self) -> bool:
-        """Whether a task in the background is over, and the ranks are made ready for the next."""
+        """Whether a background task has ended, and the ranks are prepared for the next."""
         return self._behind is not None and self._behind.state.is_over
 
     def _wait_for_background(self) -> None:
-        """Wait until the ranks are free, and say so first. An interrupt ends the waiting only."""
+        """Print a message and wait until the ranks are free. An interrupt ends only the wait."""
         if threading.current_thread() is threading.main_thread():
             if (busy := self._busy_with()) and self._behind is not None:
                 if not self._is_settling():
@@ -571,7 +575,7 @@ class LiveRanks:
         """Open the debugger at the line where the last task failed.
 
         Args:
-            rank: the rank to look at; None: the one that failed first.
+            rank: the rank to debug; None: the rank that failed first.
 
         Raises:
             PlanError: there is no notebook or terminal to type in, or no task has failed.
@@ -614,7 +618,7 @@ class LiveRanks:
             raise NbtrainError(f"{self._trouble}. %nbtrain restart starts new ranks")
 
     def _recover(self) -> None:
-        """Form the process group anew, where a task ended in the middle of what it shared."""
+        """Form the process group again if a task ended within a collective."""
         states = [state for state in self._groups.values() if state["is_formed"]]
         was_cut_off = any(state["is_broken"] for state in self._groups.values())
         is_needed = was_cut_off and (bool(states) or self.device == "xla")
@@ -661,7 +665,7 @@ class LiveRanks:
                     with contextlib.suppress(OSError):
                         self.send(rank, {**message, "id": number}, data)
                 heard = interrupts if may_stop else None
-                self._collect(number, waiting, answers, ANSWER, heard)
+                self._collect(number, waiting, answers, REPLY_TIMEOUT_S, heard)
             if heard is not None and heard.count:
                 raise KeyboardInterrupt
             if silent := sorted(waiting - answers.keys()):
@@ -705,10 +709,10 @@ class LiveRanks:
         """Raise `NbtrainError` for ranks that do not answer; no cell waits for them either."""
         late: dict[int, Message] = {}
         self._interrupt(number, silent)
-        self._collect(number, silent, late, HEARD)
+        self._collect(number, silent, late, INTERRUPT_GRACE_S)
         for answer in late.values():
             _drop_data(answer)
-        text = f"{format_ranks(silent)} did not answer within {ANSWER:g} s"
+        text = f"{format_ranks(silent)} did not answer within {REPLY_TIMEOUT_S:g} s"
         if len(late) < len(silent):
             self._trouble = f"{text}, and did not react to an interrupt"
         raise NbtrainError(text)
@@ -716,7 +720,7 @@ class LiveRanks:
     def __getitem__(self, name: str) -> list[Any]:
         """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
         name = variable_name(name)
-        values = self.variables.fetch([name], LARGE, self._channels).values()
+        values = self.variables.fetch([name], MAX_VALUE_BYTES, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:
@@ -755,7 +759,7 @@ class LiveRanks:
         launcher.run_plan(plan, engine=LiveEngine(self, list(self._channels)))
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
-        """Return what each rank says of its variables."""
+        """Return what each rank reports about its variables."""
         answers = self._ask(self._channels, {"do": "describe"})
         return {rank: answer["variables"] for rank, answer in sorted(answers.items())}
 
@@ -788,7 +792,7 @@ class LiveRanks:
         self._is_stopped.set()
         if self._busy_with() and self._behind is not None:
             self._behind._watcher.request_stop(how)  # type: ignore[union-attr]
-            self._is_free.wait(GRACE)
+            self._is_free.wait(TASK_GRACE_S)
         for rank in list(self._channels):
             self._channels.pop(rank).close()
         if not self._run.state.is_over:

@@ -14,20 +14,20 @@ from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, fill_memory_file
 from ...transport.file_sync import read_appended
 
-PAUSE = 0.05
-"""Seconds between two looks at files that grow."""
+READ_INTERVAL_S = 0.05
+"""Between two readings of files that grow."""
 
 
 @contextlib.contextmanager
 def mirrored(channel: Channel, task: int, place: str, rank: int) -> Iterator[RunFolder]:
-    """Give a folder in `place`; when its block is left, all of it is at home, and it is deleted."""
+    """Yield a folder in `place`. At the end of the block, it is copied home and deleted."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix=f"task-{task}-", dir=place)))
     is_over = threading.Event()
     have = {path.name: 0 for path in (folder.events(rank), folder.log(rank))}
 
     def follow() -> None:
         with contextlib.suppress(OSError):  # the notebook is gone
-            while not is_over.wait(PAUSE):
+            while not is_over.wait(READ_INTERVAL_S):
                 _send_growth(channel, task, folder, have)
 
     copying = threading.Thread(target=follow, name="nbtrain-mirror", daemon=True)

@@ -1,7 +1,7 @@
-"""Loads modules anew in live ranks that the notebook has loaded anew.
+"""Reloads modules in live ranks that the notebook has reloaded.
 
-``importlib.reload`` and IPython's ``%autoreload`` change a module in the kernel alone. Its
-functions are sent by name, so live ranks would go on with their old code, for ever.
+``importlib.reload`` and IPython's ``%autoreload`` change a module only in the kernel. Its functions
+are sent by name, so live ranks would always run their old code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...system.source_files import is_library
 
 
 class _Mark(NamedTuple):
-    """What a module was at a look: its loading, the code of its functions, and its file."""
+    """A module at one moment: its loading, the code of its functions, and its file."""
 
     spec: Any
     codes: list[Any]
@@ -28,7 +28,7 @@ class _Mark(NamedTuple):
 
 
 class ReloadedModules:
-    """Finds the user's modules that were loaded anew since a rank has heard of it."""
+    """Finds the user's modules that were reloaded since a rank was notified."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._libraries: set[str] = set()
@@ -37,7 +37,7 @@ class ReloadedModules:
         self._look()
 
     def take(self, rank: int) -> dict[str, str]:
-        """Return what a rank is to load anew: sources by the names of modules."""
+        """Return what a rank must reload: the sources by the names of modules."""
         for name, source in self._look().items():
             for waiting in self._sources.values():
                 waiting[name] = source
@@ -59,7 +59,7 @@ class ReloadedModules:
                 source = "".join(linecache.getlines(file))
                 try:
                     compile(source, file, "exec")
-                except SyntaxError:  # it is being edited: look again when it is whole
+                except SyntaxError:  # it is being edited: check again later
                     continue
                 found[name] = source
             elif known is not None:  # a file may be written long before it is loaded
@@ -76,7 +76,8 @@ def _mark(module: ModuleType, file: str) -> _Mark:
     not of its source.
     """
     values = list(vars(module).values())
-    for cls in [value for value in values if is_class(value)]:  # a proxy is not asked for its class
+    # Without calling `__class__` of a proxy.
+    for cls in [value for value in values if is_class(value)]:
         values += vars(cls).values() if module_of(cls) == module.__name__ else ()
     functions = [value for value in values if type(value) is FunctionType]
     own = [f for f in functions if f.__module__ == module.__name__]
@@ -91,9 +92,9 @@ def _mark(module: ModuleType, file: str) -> _Mark:
 
 
 def _is_reloaded(mark: _Mark, known: _Mark) -> bool:
-    """Whether there is code that was not there before, of a file that has changed.
+    """Whether a module has new code from a file that has changed.
 
-    A function that somebody replaced, in a module as it is, is no reason to reset its variables.
+    A function that was replaced in memory is no reason to reset the module's variables.
     """
     before = set(map(id, known.codes))
     is_new = mark.spec is not known.spec or any(id(code) not in before for code in mark.codes)
@@ -132,7 +133,7 @@ def reload_modules(sources: dict[str, str]) -> None:
 
 
 def _superreload() -> Any:
-    """Return IPython's way to load a module anew; without one, only the module changes.
+    """Return IPython's function that reloads a module; without it, only the module changes.
 
     IPython 7's cannot be imported on Python 3.12: it needs the module `imp`.
     """

@@ -35,8 +35,8 @@ from .groups import ProcessGroups
 from .model_state import layout, load_state, select_stateful
 from .reloaded_modules import reload_modules
 
-PATIENCE = 0.3
-"""Seconds that a task has to hear an interrupt before its collectives are ended."""
+INTERRUPT_GRACE_S = 0.3
+"""For a task to react to an interrupt before its collectives are ended."""
 
 _NO_CHECKPOINTS = (
     "live ranks on a cluster keep no checkpoints: their folders end with the cell. "
@@ -67,7 +67,7 @@ class LiveRank:
         self._waiting: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
         self._namespace = vars(sys.modules["__main__"])
         self._known: set[str] = set()
-        self._reloaded: dict[str, str] = {}  # modules that are still to be loaded anew
+        self._reloaded: dict[str, str] = {}  # modules that must be reloaded
         self._task: int | None = None
         self._called_off: int | None = None  # a task that was interrupted before it began
         self._has_heard = False
@@ -77,7 +77,7 @@ class LiveRank:
         self._groups.install()
 
     def run(self) -> None:
-        """Do what messages ask for, one after the other."""
+        """Handle messages, one after the other."""
         threading.Thread(target=self._receive, name="nbtrain-live", daemon=True).start()
         while (received := self._waiting.get()) is not None:
             message, data = received
@@ -92,7 +92,7 @@ class LiveRank:
                     os.close(descriptor)
 
     def _answer(self, message: Message, data: int | None) -> Message:
-        """Do what a message asks for; an interrupt that is meant for it ends nothing else."""
+        """Handle a message. An interrupt for it ends nothing else."""
         idle = signal.getsignal(signal.SIGINT)
         answer: Message = {"error": "KeyboardInterrupt: it was interrupted"}
         try:
@@ -108,7 +108,7 @@ class LiveRank:
             try:
                 self._reload(message, data)
                 answer = self._ACTIONS[message["do"]](self, message, data)
-            except Exception as error:  # of what was asked: the rank stays
+            except Exception as error:  # of the message: the rank stays
                 answer = {"error": f"{type(error).__name__}: {error}"}
                 traceback.print_exc()
             self._stop_listening()
@@ -118,7 +118,7 @@ class LiveRank:
         return answer
 
     def _reload(self, message: Message, data: int | None) -> None:
-        """Load modules anew that the notebook has; what failed before is tried again."""
+        """Reload the modules that the notebook has reloaded, including those that failed before."""
         self._reloaded |= message.get("reloaded", {})
         try:
             reload_modules(self._reloaded)
@@ -133,7 +133,7 @@ class LiveRank:
             raise KeyboardInterrupt
 
     def _stop_listening(self) -> None:
-        """End the time in which an interrupt is meant for what runs: one may be on its way."""
+        """Stop treating interrupts as meant for the current message. One may still arrive."""
         while True:
             try:
                 with self._ending:
@@ -160,13 +160,13 @@ class LiveRank:
                 self._waiting.put((message, data))
 
     def _interrupt(self, main_thread: int, task: int) -> None:
-        """Interrupt a task, and if it does not hear that, end the collectives that it waits in."""
+        """Interrupt a task, and if it does not react, end the collectives that it waits in."""
         with self._ending:
             if self._task != task:  # done, or it waits its turn
                 self._called_off = task
                 return
             signal.pthread_kill(main_thread, signal.SIGINT)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
         while self._task == task and time.monotonic() < deadline:
             time.sleep(0.01)
             # A signal that comes right before a call that waits, such as `sleep`, does not end it.
@@ -175,14 +175,15 @@ class LiveRank:
         if self._task == task:
             self._groups.abort()
 
-    # What a message asks for. The answer's "data" is a descriptor.
+    # The handlers of messages. The reply's "data" is a descriptor.
 
     def _run_task(self, message: Message, data: int | None) -> Message:
         assert data is not None
         with self._task_folder(message) as folder, self._in_folder(folder):
             try:
                 plan, classes = self._plan(message, data)
-            except Exception as error:  # whatever the user's classes raise as they are loaded
+            # The user's classes may raise anything while they are unpickled.
+            except Exception as error:
                 place = f"while loading {payload.loading()} in a live rank"
                 plan, classes = failing_plan(error, place), frozenset()
             of_process = main.job_of_process
@@ -248,7 +249,7 @@ class LiveRank:
                 os.close(saved)
 
     def _reform(self, message: Message, _data: int | None) -> Message:
-        """Form the process group anew, all ranks together, after a collective has failed."""
+        """Form the process group again, in all ranks together, after a collective has failed."""
         generation, forms = message["generation"], message["forms"]
         return {"lost": self._groups.reform(generation, self._namespace, forms=forms)}
 
@@ -278,7 +279,7 @@ class LiveRank:
         return {"variables": values.described(self._namespace)}
 
     def new_names(self) -> Message:
-        """Return which variables there are that the notebook has not heard of, and which went."""
+        """Return the variables that are new to the notebook, and those that were deleted."""
         names = set(public(self._namespace))
         new, deleted = sorted(names - self._known), sorted(self._known - names)
         self._known = names

@@ -10,13 +10,13 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 class Snapshot:
-    """The variables, without keeping them alive: plain values as such, others by identity."""
+    """The variables, without keeping them alive: plain values by value, others by identity."""
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
         self._marks = {name: _mark(value) for name, value in list(namespace.items())}
 
     def take(self, names: Iterable[str], namespace: Mapping[str, Any]) -> None:
-        """Remember variables anew."""
+        """Take a new snapshot of the variables."""
         self._marks.update({name: _mark(namespace[name]) for name in names if name in namespace})
 
     def is_same(self, name: str, value: Any) -> bool:

@@ -29,7 +29,7 @@ def packed(
     has: Mapping[str, Any],
     pulled: Sequence[str] = (),
 ) -> IO[bytes]:
-    """Return a file with the pickled value of each name, or the reason why there is none.
+    """Return a file with the pickled value of each name, or the reason for its absence.
 
     A value refers to the models and optimizers that were `pulled`, or that are packed before it;
     an optimizer also to those that the notebook `has`: by value, it would step copies.

@@ -113,7 +113,7 @@ class Variables:
         }
 
     def _know_class(self, cls: type) -> bool:
-        """Whether the ranks have a class as it is: a cell may have defined it anew."""
+        """Whether the ranks have this class, and not one that a cell defined before."""
         return cls.__module__ != "__main__" or self.snapshot.is_same(cls.__qualname__, cls)
 
     def _have(self, name: str, ranks: Iterable[int]) -> bool:
@@ -204,7 +204,7 @@ def _value(data: bytes | None, reason: str, find: Callable[[Part], Any]) -> Any:
 
 
 class Unsent:
-    """Stands for a value that was not sent, and says why."""
+    """Represents a value that was not sent, with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

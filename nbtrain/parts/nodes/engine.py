@@ -1,7 +1,7 @@
 """Runs the ranks of one node of several, forked and watched as on a single node.
 
 Each node is a notebook that calls ``notebook_launcher(num_nodes=...)`` with its own `node_rank`.
-Node 0 serves the store in which the ranks of all nodes meet, and nothing else connects the
+Node 0 serves the store of the ranks of all nodes, and nothing else connects the
 notebooks: each watches its own ranks. If a node fails, the ranks of the others lose their peers,
 and fail in their next collective.
 
@@ -36,7 +36,7 @@ from ...transport.job import Job
 from ...worker import api
 
 POLL_S = 0.1
-"""Between two looks into the store. Its own calls that wait do so in C and hear no interrupt."""
+"""Between two readings of the store. Its own waits are in C and cannot be interrupted."""
 
 SIGN_OF_LIFE_S = 30.0
 """Between two signs of a rank that waits for other nodes; without them it would count as hung."""
@@ -70,7 +70,7 @@ class MultinodeEngine(ForkEngine):
         return super().resolve(plan)
 
     def prepare(self, plan: Plan) -> None:
-        """Say which ranks these are, and on node 0 what to run on the others."""
+        """Print the ranks of this node, and on node 0 what to run on the other nodes."""
         text = self.nodes.describe(plan.num_processes or 1, plan.name)
         self.notes = [Finding("other-nodes", text)]
 
@@ -106,9 +106,9 @@ class MultinodeEngine(ForkEngine):
         return call_when_all_are_there
 
     def run_rank(self, job: Job, rank: int) -> int:
-        """Be a rank; on node 0, the first one stays until no rank needs the store any more."""
+        """Run the rank; on node 0, the first rank stays until no rank needs the store."""
         code = super().run_rank(job, rank)
-        # The store, or the network, may have ended; an interrupt ends the wait and no more.
+        # The store or the network may have ended; an interrupt ends only the wait.
         with contextlib.suppress(RuntimeError, KeyboardInterrupt):
             if self._store is not None:
                 self._store.add(_DONE, 1)
@@ -132,8 +132,8 @@ class MultinodeEngine(ForkEngine):
 def _bind(nodes: Rendezvous) -> socket.socket:
     """Return a socket that listens where the other nodes can reach it. Raises `LaunchError`.
 
-    That is on every interface, as the address by which they know this host may not be its own: a
-    container's, or a cloud's. An address of this host alone is bound as such.
+    It listens on every interface, because the other nodes may know this host by another address, as
+    in a container or a cloud. A loopback address is bound as it is.
     """
     host, family, dual = nodes.host, socket.AF_INET, False
     if not is_loopback(host):
@@ -172,8 +172,8 @@ class Meeting:
         self._nodes, self._rank = nodes, rank
         self._numbers = f"{nodes.count} nodes of {plural(job.world_size, 'rank')}"
         self._entry = f"{self._numbers}, {job.folder.path.name}"
-        """What this node writes into the store. It has the run's name: the store may be that of the
-        run before, which is about to end, and in which this node has an entry already."""
+        """What this node writes into the store. It has the run's name, because the store may be
+        that of the previous run, which is ending and has an entry of this node."""
 
     def join(self) -> Any:
         """Return the store when all nodes are there. Raises `LaunchError` if they are late."""

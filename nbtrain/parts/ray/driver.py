@@ -1,7 +1,7 @@
-"""The process that talks to Ray for a run, so that the kernel has no thread or socket of Ray.
+"""Runs the process that uses Ray for a run, so that the kernel has no thread or socket of Ray.
 
 It does what the launcher's `DriverClient` requests, copies what the nodes' ranks write into the run
-folder, and ends with the launcher. Whatever is left of the run on the cluster ends with it.
+folder, and ends with the launcher. Everything of the run on the cluster ends with it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate[NodeRanks, P], T]
 
-STARTING = 600.0
-"""Seconds in which the payload of the ranks has to reach every node."""
+PAYLOAD_TIMEOUT_S = 600.0
+"""For the ranks' payload to reach every node."""
 
-POLL = 0.05
-"""Seconds between two looks for questions in the run folder."""
+REQUEST_POLL_S = 0.05
+"""Between two checks for requests in the run folder."""
 
-NEWS = 0.05
-"""Seconds between two pieces of news: at each the launcher looks at every file of the run."""
+REPORT_INTERVAL_S = 0.05
+"""Between two reports, because the launcher reads every file of the run at each."""
 
-PAUSE, FULL = 0.2, 1.0
+BATCH_INTERVAL_S, FULL_DISK_RETRY_S = 0.2, 1.0
 """Seconds between two batches of a node, and before a full disk is tried again."""
 
-KEPT = 300.0
-"""Seconds after a run in which the next may use this process and those on the nodes: an autoscaler
-of Ray's keeps a node that is not used for as long, by default."""
+DRIVER_KEPT_S = 300.0
+"""The next run can use this process and those on the nodes for so long. By default, Ray's
+autoscaler keeps an unused node for the same time."""
 
-SILENT = 5.0
-"""Seconds without an answer after which a node is reported as silent."""
+SILENT_NODE_AFTER_S = 5.0
+"""A node without a reply for so long is reported as silent."""
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -103,13 +103,13 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._has_news = False
         self._is_free = False
-        """Whether a run is over here, and no other has asked for anything."""
+        """Whether a run has ended here, and no other has sent a request."""
 
     async def serve(self) -> None:
-        """Call the methods that the launcher names until it closes its end; answer in order.
+        """Call the methods that the launcher names until it closes the connection; reply in order.
 
         The requests run one after the other. A request to close cancels those before it, and so
-        does the end of the connection: nobody waits for them any more.
+        does the end of the connection.
         """
         loop = asyncio.get_running_loop()
         pending: list[asyncio.Task[None]] = []
@@ -124,8 +124,8 @@ class Driver:
         await self._cancel(pending)
 
     def _receive(self) -> Any:
-        """Return the next request. Raises `EOFError` if a run has ended and none comes for long."""
-        while not self._connection.poll(KEPT):
+        """Return the next request. Raises `EOFError` if there is none for long after a run."""
+        while not self._connection.poll(DRIVER_KEPT_S):
             if self._is_free:
                 raise EOFError
         return self._connection.recv()
@@ -160,7 +160,7 @@ class Driver:
     ) -> list[Node]:
         """Join a cluster, with the Python files below `sources`; return what its nodes have.
 
-        `auth_mode` is how the cluster asks for a token, where the environment does not say it.
+        `auth_mode` is the cluster's way to check tokens, if the environment does not set it.
         """
         if auth_mode:
             os.environ.setdefault(_AUTH_MODE, auth_mode)
@@ -187,7 +187,7 @@ class Driver:
         return await self._reserved().place(request)
 
     async def store_payload(self, path: str) -> None:
-        """Put the ranks' payload into the object store, from which each node fetches it once."""
+        """Put the ranks' payload into the object store, where each node fetches it once."""
         import numpy
 
         self._payload = self._ray.put(numpy.memmap(path, "u1", "r"))
@@ -202,9 +202,9 @@ class Driver:
         self._members = _members(order, reserved.placed, self._request.per_node)
         begun = self._on_all(lambda m: m.actor.begin.remote(m.order, self._payload))
         try:
-            ports = await asyncio.wait_for(begun, STARTING)
+            ports = await asyncio.wait_for(begun, PAYLOAD_TIMEOUT_S)
         except asyncio.TimeoutError:
-            reason = f"the ranks' payload did not reach every node within {STARTING:g} s"
+            reason = f"the ranks' payload did not reach every node within {PAYLOAD_TIMEOUT_S:g} s"
             raise LaunchError(reason) from None
         # Now: the launcher may hand the run over to another process when it has begun.
         manifest = home.manifest.read_bytes()
@@ -241,7 +241,7 @@ class Driver:
 
         return list(await asyncio.gather(*map(on, self._members)))
 
-    # What goes on meanwhile
+    # In the background
 
     def _follow(self, work: Awaitable[Any]) -> None:
         async def follow() -> None:
@@ -277,9 +277,9 @@ class Driver:
 
     def _note_silence(self, member: Member) -> None:
         """Report, once, that a node has been silent for a while."""
-        if not member.is_silent and time.monotonic() - member.answered > SILENT + 1:
+        if not member.is_silent and time.monotonic() - member.answered > SILENT_NODE_AFTER_S + 1:
             member.is_silent = True
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENT))
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENT_NODE_AFTER_S))
             silence = f"{member.node.name} has not answered since {since}"
             self._report("note", f"{silence}; its ranks may still be running")
 
@@ -288,7 +288,9 @@ class Driver:
         seen = 0
         try:
             while member.running:
-                for ended in await self._ask(member, NodeRanks.exits, seen, SILENT - 1):
+                for ended in await self._ask(
+                    member, NodeRanks.exits, seen, SILENT_NODE_AFTER_S - 1
+                ):
                     seen += 1
                     await self._copy_rest(member, ended)
                     member.running.discard(ended.rank)
@@ -304,7 +306,7 @@ class Driver:
                 data = await self._ask(member, NodeRanks.fetch, name)
                 (home / name).parent.mkdir(exist_ok=True, mode=0o700)
                 await asyncio.to_thread(write_atomically, home / name, memoryview(data))
-            except OSError as error:  # here or there: the rank has ended all the same
+            except OSError as error:  # here or there: the rank has ended in any case
                 lost = f"{name} of {member.node.name} was lost"
                 self._report("note", f"{lost}: {describe_error(error)}")
         lacking = member.copies.lacks(ended.sizes)
@@ -315,7 +317,7 @@ class Driver:
                 break
 
     def _lose(self, member: Member, error: Exception) -> None:
-        """Report the ranks of a node from which nothing will come any more."""
+        """Report the ranks of a lost node."""
         node, errors = member.node, self._ray.exceptions
         label = f"{node.name} ({node.address})"
         if isinstance(error, errors.RayTaskError) or not isinstance(error, errors.RayError):
@@ -340,15 +342,15 @@ class Driver:
             parts = await self._ask(member, NodeRanks.read, dict(member.copies.have), 1.0)
             if parts and member.copies.add(parts):
                 self._announce_news()
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(BATCH_INTERVAL_S)
             elif parts:  # a full disk: requesting it again at once would keep the driver busy
-                await asyncio.sleep(FULL)
+                await asyncio.sleep(FULL_DISK_RETRY_S)
 
     def _announce_news(self) -> None:
         """Wake the launcher, not too often."""
         if not self._has_news:
             self._has_news = True
-            asyncio.get_running_loop().call_later(NEWS, self._send_news)
+            asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._send_news)
 
     def _send_news(self) -> None:
         self._has_news = False
@@ -366,10 +368,10 @@ class Driver:
                             if here := member.running.intersection(ranks):
                                 self._follow(self._question(member, question, here))
                     path.unlink(missing_ok=True)
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(REQUEST_POLL_S)
 
     async def _question(self, member: Member, question: str, ranks: set[int]) -> None:
-        """Ask ranks: stacks come in files that grow, dumps of the recorders as the answer."""
+        """Request stacks, which come in growing files, or recorders, which come as the reply."""
         folder = member.order.job.folder
         with contextlib.suppress(OSError):
             dumps = await member.call(_QUESTIONS[question], ranks)
@@ -393,10 +395,10 @@ class Driver:
             self._reservation.release()
 
     async def rest(self) -> None:
-        """Hold nothing of the run any more: it is over, and another may follow."""
+        """Release the run, which has ended, because another may follow."""
         self._payload, self._is_free = None, True
         if self._reservation is not None:
-            self._reservation.end_unused(KEPT)
+            self._reservation.end_unused(DRIVER_KEPT_S)
 
     def shutdown(self) -> None:
         """Leave the cluster, with nothing of this driver left on it."""

@@ -45,17 +45,17 @@ Method = Callable[Concatenate[Driver, P], Awaitable[T]]
 _ELSEWHERE = "8.8.8.8"
 """An address that is not of this host: to find out its own as Ray does. Nothing is sent there."""
 
-ENDING = 15.0
+END_TIMEOUT_S = 15.0
 """Seconds that the driver has to end the ranks of a run; it ends with them after that."""
 
-ANSWERING = 5.0
-"""Seconds that a driver has to say what the nodes have, before another is started."""
+REPLY_TIMEOUT_S = 5.0
+"""For a driver to report what the nodes have, before another is started."""
 
 _ANSWERS = ("answer", "refusal")
 """The kinds of the messages that end a request."""
 
 _TEXTS = ("note", "waiting")
-"""The kinds of the messages that are a text, of which there are events."""
+"""The kinds of messages that are texts and become events."""
 
 
 class DriverClient:
@@ -223,13 +223,13 @@ class _OwnCluster:
         return {n: v for n, v in os.environ.items() if self.environment.get(n) != v}
 
     def is_usable(self) -> bool:
-        """Ask whether it is there, is this process's, and can give ranks the present variables."""
+        """Whether the driver exists, belongs to this process, and can give ranks the variables."""
         is_same = not any(map(_is_read_at_start, self.changes()))
         has_all = self.environment.keys() <= os.environ.keys()
         if self.pid == os.getpid() and is_same and has_all:
             with contextlib.suppress(LaunchError):  # Ray or its driver has died
                 self._client.send(Driver.nodes)
-                self._client.answer(ANSWERING)
+                self._client.answer(REPLY_TIMEOUT_S)
                 return True
         return False
 
@@ -305,7 +305,7 @@ class RayEngine(Engine):
         return self.with_ranks(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
 
     def _connect(self, address: str | None, sources: str | None, auth_mode: str) -> list[Node]:
-        """Join a cluster, or go on with the driver that did so for the last run.
+        """Join a cluster, or use the driver of the last run again.
 
         Raises `LaunchError`.
         """
@@ -320,7 +320,7 @@ class RayEngine(Engine):
             with contextlib.suppress(LaunchError):  # its cluster, or Ray in it, may have ended
                 if kept.cause == self._cause:
                     client.send(Driver.nodes)
-                    nodes: list[Node] = client.answer(ANSWERING)
+                    nodes: list[Node] = client.answer(REPLY_TIMEOUT_S)
                     return nodes
             client.let_go()
         self._client = DriverClient()
@@ -359,9 +359,9 @@ class RayEngine(Engine):
             client.request(Driver.store_payload, path)
 
     def discard(self) -> None:
-        """Keep the driver for the next launch if its run has ended here, or else leave it.
+        """Keep the driver for the next launch if its run has ended here, otherwise leave it.
 
-        A process that was forked for the run has its own end.
+        A process that was forked for the run closes its own copy.
         """
         global _kept
         client, self._client = self._client, None
@@ -441,7 +441,7 @@ class RemoteRanks(Ranks):
         ]
 
     def _fail_to_start(self, reason: str) -> None:
-        """Fail the attempt: a node was lost while it started, say, and the next may do better.
+        """Fail the attempt, for example because a node was lost while it started.
 
         Raises `LaunchError` if there is no next attempt, or the run never started.
         """
@@ -522,7 +522,7 @@ class RemoteRanks(Ranks):
         """End what is left on the nodes."""
         with contextlib.suppress(LaunchError):
             self._send_close()
-            self._client.answer(ENDING)
+            self._client.answer(END_TIMEOUT_S)
             self._client.is_free = self._client.last_answer == "answer"
         if self._client.is_awaited:  # the ranks that it cannot end end with it
             self._client.close()

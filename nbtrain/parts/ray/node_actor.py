@@ -60,7 +60,7 @@ class NodeActor:
         import contextlib
         import importlib
 
-        with contextlib.suppress(Exception):  # whoever needs it later raises
+        with contextlib.suppress(Exception):  # code that needs it will raise
             importlib.import_module("numpy")  # the payload comes as one of its arrays
             importlib.import_module("nbtrain.parts.ray.node_ranks")
 
@@ -76,7 +76,7 @@ class NodeActor:
     def end(self) -> None:
         """End the ranks, and what else is left of the order.
 
-        Raises `AttributeError` if none has begun, or it is about to: this process had better end.
+        Raises `AttributeError` if no order has started, or one is starting: this process must end.
         """
         ranks, self._ranks = self._ranks, None
         ranks.close()

@@ -43,16 +43,16 @@ from ...transport import payload
 from ...transport.file_sync import file_size, read_appended
 from ...transport.job import Job
 
-TICK = 0.02
-"""Seconds between two looks for signals to send."""
+SIGNAL_POLL_S = 0.02
+"""Between two checks for signals to send."""
 
-_LOOK = 0.01
-"""Seconds between two looks at files that the driver waits for."""
+_FILE_POLL_S = 0.01
+"""Between two readings of files that the driver waits for."""
 
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """What a node is to start: its ranks of a job."""
+    """The ranks of a job that a node starts."""
 
     job: Job
     """The launcher's, without the task; the driver adds the node's place in the world."""
@@ -100,7 +100,7 @@ class RankExit(Exit):
     files: tuple[str, ...] = ()
     """The files that it left whole."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The bytes of its files that grew, and will grow no more, and of the node's events so far."""
+    """The final sizes of its growing files in bytes, and the current size of the node's events."""
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def _rays_folder() -> str:
 def _change_folder(folder: str) -> str:
     """Work in the notebook's folder, as ranks on its host would; return a note if there is none.
 
-    Ray's is no place for data, or what is saved.
+    Ray's folder has no data, and is deleted.
     """
     rays = _rays_folder()
     try:
@@ -172,7 +172,7 @@ class NodeRanks:
         return False
 
     def keep_checkpoints(self, is_shared: bool) -> None:
-        """Save checkpoints in the launcher's run folder if all nodes see it, or else nowhere."""
+        """Save checkpoints in the launcher's run folder if all nodes see it, otherwise nowhere."""
         self._keeps_checkpoints = is_shared
         if is_shared:
             self._home.checkpoints.mkdir(exist_ok=True)
@@ -185,7 +185,8 @@ class NodeRanks:
     def start(self, port: int, ahead: float) -> dict[int, int]:
         """Start the ranks; return the process of each. Raises `LaunchError`.
 
-        They date events by the launcher's clock: this host's is `ahead` of it by so many seconds.
+        Events have times of the launcher's clock; this host's clock is `ahead` of it by these
+        seconds.
         """
         clock.follow(clock.offset() - ahead)
         job = replace(
@@ -202,8 +203,8 @@ class NodeRanks:
         """Start the ranks and watch them to their end, which is this thread's, too."""
         try:
             while self._server is not None and self._server.is_importing():
-                time.sleep(_LOOK)
-                if not self._signals.empty():  # nobody waits for the ranks any more
+                time.sleep(_FILE_POLL_S)
+                if not self._signals.empty():  # the launcher has gone
                     fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
             add_ranks(self._ranks, job, self._order.ranks, self._payload, self._server)
@@ -219,17 +220,17 @@ class NodeRanks:
         self._pids.set_result(self._ranks.pids)
         try:
             self._watch(job.device)
-        except BaseException:  # a full disk: nobody would watch them
+        except BaseException:  # a full disk: the ranks would not be watched
             self._ranks.close()
             raise
         if self._is_closed:  # `close` waited no longer for this thread, which has begun a store
             self._ranks.close()
 
     def _begin_store_process(self) -> bool:
-        """Serve the store from a process, and return True; False where nothing can fork one.
+        """Serve the store from a process, and return True; False if none can be forked.
 
-        It is no fork of this process, in which Ray has threads. It stays when the ranks of this
-        node have ended: others may need it. Raises `LaunchError`.
+        It is not a fork of this process, because Ray has threads here. It stays when the ranks of
+        this node have ended: others may need it. Raises `LaunchError`.
         """
         if self._server is None or self._server.has_ended():
             return False
@@ -257,10 +258,10 @@ class NodeRanks:
             while self._ranks.alive:
                 while not self._signals.empty():
                     self._ranks.signal(*self._signals.get())
-                exits = self._ranks.wait(TICK)
+                exits = self._ranks.wait(SIGNAL_POLL_S)
                 for ended in exits:
                     sampler.forget(ended.rank)
-                self._sample(sampler, writer)  # first: what it writes comes home with the exits
+                self._sample(sampler, writer)  # first: its output is copied with the exits
                 for rank_exit in map(self._rank_exit, exits):
                     with self._changed:
                         self._exits.append(rank_exit)
@@ -268,7 +269,7 @@ class NodeRanks:
         writer.close()
 
     def _sample(self, sampler: Sampler, writer: EventWriter) -> None:
-        with contextlib.suppress(Exception):  # a driver, a process list: the next look may do
+        with contextlib.suppress(Exception):  # a driver or a process list failed: try again later
             for event in sampler.sample():
                 named = isinstance(event, ev.Host)
                 writer.write(replace(event, node=self._order.name) if named else event)  # type: ignore[call-arg]
@@ -293,7 +294,7 @@ class NodeRanks:
         """Return the bytes of files beyond those they `have`; wait for any up to `patience` s."""
         deadline = time.monotonic() + patience
         while not (parts := read_appended(self.folder.path, have)) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            time.sleep(_FILE_POLL_S)
         return parts
 
     def fetch(self, name: str) -> Any:

@@ -21,23 +21,23 @@ from ...errors import LaunchError, PlanError
 from ...system.text import format_bytes, plural
 from . import dependencies, node_actor
 
-RETURN = 10.0
+NODE_RETURN_TIMEOUT_S = 10.0
 """Seconds that nodes have to come back, or others to replace them, before another attempt."""
 
-PLACING = 20.0
+PLACEMENT_TIMEOUT_S = 20.0
 """Seconds that Ray has to reserve what was free, and to start a process on each node."""
 
-ANSWERING = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """Seconds that a cluster has to accept a connection."""
 
-_ROOM = 36
+_MAX_TEMPDIR_CHARS = 36
 """The longest folder of temporary files that Ray's sockets fit into: their paths have 107 bytes."""
 
-_AGAIN, _SOON = 1.0, 0.02
-"""Seconds between two looks at what is free, and where that must show soon."""
+_FREE_CHECK_INTERVAL_S, _FREE_CHECK_SOON_S = 1.0, 0.02
+"""Between two checks of free resources, and if they must become free soon."""
 
-RETURNED = 2.0
-"""Seconds in which Ray reports as free what a run has given back; nodes report every 0.1 s."""
+RELEASE_TIMEOUT_S = 2.0
+"""For Ray to report released resources as free; nodes report every 0.1 s."""
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -66,7 +66,7 @@ class Node:
     """All that it has, by Ray's names (CPU, GPU, …)."""
     free: Mapping[str, float] = field(default_factory=dict)
     port: int = 0
-    """Where Ray's own process listens there; 0 if unknown."""
+    """The port of Ray's own process there; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def join(address: str | None, sources: str | None) -> Any:
 def _new_cluster_options() -> dict[str, Any]:
     """Return the options to start Ray with: no dashboard, and a folder that sockets fit into."""
     default = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    short = {"_temp_dir": "/tmp/ray"} if len(default) > _ROOM else {}
+    short = {"_temp_dir": "/tmp/ray"} if len(default) > _MAX_TEMPDIR_CHARS else {}
     return {"include_dashboard": False, **short}
 
 
@@ -168,11 +168,11 @@ def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[st
 
 
 def _check_listens(address: str) -> None:
-    """Raise `_NobodyListens` if nobody listens at ``HOST:PORT``: Ray would wait for a minute."""
+    """Raise `_NobodyListens` if ``HOST:PORT`` refuses connections: Ray would wait for a minute."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         try:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWERING).close()
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise _NobodyListens(str(error)) from error
 
@@ -218,14 +218,17 @@ class Reservation:
     async def reserve(self, request: NodeRequest, *, again: bool = False) -> int:
         """Reserve the largest number of nodes that the cluster has room for; return it.
 
-        The cluster has `request.patience` seconds to make room. Where a run begins `again`, it has
-        `RETURN` seconds for all nodes, and its whole patience for the least number of them.
-        Raises `LaunchError`.
+        The cluster has `request.patience` seconds to free resources. If a run begins `again`, it
+        has `NODE_RETURN_TIMEOUT_S` for all nodes, and its whole patience for the least number of
+        them. Raises `LaunchError`.
         """
         self._reported = ""
         (least, most), begun = request.nodes, time.monotonic()
-        patience = max(request.patience, RETURN if again else 0.0)
-        for count, seconds in ((most, RETURN if again else patience), (least, patience)):
+        patience = max(request.patience, NODE_RETURN_TIMEOUT_S if again else 0.0)
+        for count, seconds in (
+            (most, NODE_RETURN_TIMEOUT_S if again else patience),
+            (least, patience),
+        ):
             if await self._try(request, count, begun + seconds):
                 return count
             able = min(count, self._able(request))
@@ -238,16 +241,16 @@ class Reservation:
         return len(nodes_with_room(nodes(self._ray), request.bundle))
 
     async def _try(self, request: NodeRequest, count: int, deadline: float = 0.0) -> bool:
-        """Reserve so many nodes, if they have room by the deadline. Raises `LaunchError`.
+        """Reserve a number of nodes if they are free by the deadline. Raises `LaunchError`.
 
-        The request stands while there is no room for it, too, since an autoscaler goes by that.
+        The request also stays while they are not free, because an autoscaler needs it.
         """
         from ray.util import placement_group_table, remove_placement_group
         from ray.util.placement_group import placement_group
 
         able = self._able(request)
         if able >= count:
-            deadline = max(deadline, time.monotonic() + PLACING)
+            deadline = max(deadline, time.monotonic() + PLACEMENT_TIMEOUT_S)
         elif time.monotonic() >= deadline:
             return False
         group = placement_group([request.bundle] * count, strategy="STRICT_SPREAD")
@@ -256,14 +259,14 @@ class Reservation:
             while (left := deadline - time.monotonic()) > 0:
                 if able < count:
                     self._waits(describe_wait(able, count, request.bundle, request.per_node))
-                if (await asyncio.wait([ready], timeout=min(_AGAIN, left)))[0]:
+                if (await asyncio.wait([ready], timeout=min(_FREE_CHECK_INTERVAL_S, left)))[0]:
                     ready.result()
                     self._group = group
                     return True
                 is_created = placement_group_table(group).get("state") == "CREATED"
                 if is_created and able < count:  # `ready` needs a process of Ray's to start
-                    deadline = max(deadline, time.monotonic() + PLACING)
-                # What is reserved for this run is not free any more, and so not counted as room.
+                    deadline = max(deadline, time.monotonic() + PLACEMENT_TIMEOUT_S)
+                # Resources that are reserved for this run no longer count as free.
                 able = count if is_created else self._able(request)
         finally:
             if self._group is not group:
@@ -282,7 +285,7 @@ class Reservation:
             self._report(text)
 
     async def place(self, request: NodeRequest, *, again: bool = False) -> list[str]:
-        """Reserve nodes if none are, and start an actor on each; return the notes about them.
+        """Reserve nodes unless there are some, and start an actor on each; return notes about them.
 
         Raises `LaunchError`.
         """
@@ -298,15 +301,17 @@ class Reservation:
             raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
             placing = (self._placed(request, index, by_id[ids[index]]) for index in sorted(ids))
-            self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACING)
+            self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACEMENT_TIMEOUT_S)
         except asyncio.TimeoutError:
-            for id in self._lasting.keys() & {*ids.values()}:  # not to be asked again
+            for id in self._lasting.keys() & {*ids.values()}:  # so that it is not called again
                 self.end_actor(id, self._lasting[id])
-            raise LaunchError(f"nodes did not answer within {PLACING:g} s (ray status)") from None
+            raise LaunchError(
+                f"nodes did not answer within {PLACEMENT_TIMEOUT_S:g} s (ray status)"
+            ) from None
         return check_nodes(self.placed, request, here)
 
     async def _placed(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
-        """Return a node of the group with an actor on it: a new one, if none is left from before.
+        """Return a node of the group with an actor, a new one unless an earlier one is left.
 
         Raises Ray's errors.
         """
@@ -368,14 +373,14 @@ class Reservation:
         """
         context, used = self._ray.get_runtime_context(), {p.node.id for p in self.placed}
         _check_listens(context.gcs_address)
-        found, seconds = nodes(self._ray), RETURNED - time.monotonic() + self._released
+        found, seconds = nodes(self._ray), RELEASE_TIMEOUT_S - time.monotonic() + self._released
         here = context.get_node_id()
         own = next((node for node in found if node.id == here), None)
         if own is None or await has_ended(own):
             raise ConnectionError("no process of Ray is left on this host")
         while seconds > 0 and any(self._lacks(node) for node in found if node.id in used):
-            await asyncio.sleep(_SOON)
-            found, seconds = nodes(self._ray), seconds - _SOON
+            await asyncio.sleep(_FREE_CHECK_SOON_S)
+            found, seconds = nodes(self._ray), seconds - _FREE_CHECK_SOON_S
         self._free = {node.id: node.free for node in found}
         return found
 
@@ -408,7 +413,7 @@ def check_nodes(
 ) -> list[str]:
     """Return notes about nodes, compared with `here`, this host.
 
-    Raises `LaunchError` for nodes on which the ranks cannot run. Pure.
+    Raises `LaunchError` for nodes that cannot run the ranks. Pure.
     """
     troubles: list[str] = []
     notes: list[str] = []
@@ -459,7 +464,7 @@ def bundle(ranks: int, each: Mapping[str, float]) -> dict[str, float]:
 
 
 def nodes_with_room(nodes: Sequence[Node], needed: Mapping[str, float]) -> list[Node]:
-    """Return the nodes on which `needed` is free."""
+    """Return the nodes with the `needed` resources free."""
     return [node for node in nodes if _has_room(node, needed)]
 
 

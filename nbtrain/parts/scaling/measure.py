@@ -31,7 +31,7 @@ _SHARED = ("engine", "mixed_precision", "downcast_bf16", "config", "env", "timeo
 """The options of ``%%distributed`` that apply here; `bind` (``--as``) names the report."""
 
 _THREADS = "OMP_NUM_THREADS"
-_FAR = 1.25
+_DOUBTFUL_RATIO = 1.25
 """How many times faster one repeat may be than another before the report doubts its numbers."""
 
 
@@ -197,7 +197,7 @@ def _doubts(sizes: list[Size]) -> list[str]:
     """Return what a reader has to know to judge the numbers."""
     measured = [size for size in sizes if size.steps]
     notes = []
-    if any(max(size.steps) > _FAR * min(size.steps) for size in measured):
+    if any(max(size.steps) > _DOUBTFUL_RATIO * min(size.steps) for size in measured):
         notes.append(
             "The runs of a size differ widely: the host was also busy with something else."
         )

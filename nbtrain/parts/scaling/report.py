@@ -13,8 +13,8 @@ from ...errors import MissingExtra
 from ...ui.board import axes, theme
 from ...ui.tables import RIGHT, html_table, text_table
 
-WIDTH, HEIGHT = 420, 236
-_LEFT, _TOP, _FLOOR = 40, 24, 196
+WIDTH_PX, HEIGHT_PX = 420, 236
+_LEFT_PX, _TOP_PX, _FLOOR_PX = 40, 24, 196
 
 
 @dataclass
@@ -80,10 +80,10 @@ class ScalingReport:
         axis = axes.of_values(0.0, max(last / base, *(row["high"] for row in self.rows)), 4)
 
         def x(ranks: float) -> str:
-            return f"{_LEFT + (WIDTH - _LEFT - 12) * ranks / last:.1f}"
+            return f"{_LEFT_PX + (WIDTH_PX - _LEFT_PX - 12) * ranks / last:.1f}"
 
         def y(speedup: float) -> str:
-            return f"{_FLOOR - (_FLOOR - _TOP) * axis.place(speedup):.1f}"
+            return f"{_FLOOR_PX - (_FLOOR_PX - _TOP_PX) * axis.place(speedup):.1f}"
 
         def line(path: str, style: str) -> str:
             return f'<path d="M{path}" fill="none" stroke="{theme.BLUE}" {style}/>'
@@ -94,19 +94,19 @@ class ScalingReport:
         curve = "L".join(f"{x(row['ranks'])} {y(row['speedup'])}" for row in self.rows)
         drawn = [
             text(0, 12, "speed-up (dashed: ideal)", "start"),
-            text((_LEFT + WIDTH) / 2, _FLOOR + 34, "ranks", "middle"),
+            text((_LEFT_PX + WIDTH_PX) / 2, _FLOOR_PX + 34, "ranks", "middle"),
             line(f"{x(base)} {y(1)}L{x(last)} {y(last / base)}", 'stroke-dasharray="4 4"'),
             line(curve, 'stroke-width="2"'),
         ]
         for tick, label in zip(axis.ticks, axis.labels, strict=True):
-            drawn.append(line(f"{_LEFT} {y(tick)}H{WIDTH}", 'stroke-opacity=".2"'))
-            drawn.append(text(_LEFT - 6, y(tick), label))
+            drawn.append(line(f"{_LEFT_PX} {y(tick)}H{WIDTH_PX}", 'stroke-opacity=".2"'))
+            drawn.append(text(_LEFT_PX - 6, y(tick), label))
         for row in self.rows:
             left = x(row["ranks"])
             drawn.append(line(f"{left} {y(row['low'])}V{y(row['high'])}", 'stroke-width="5"'))
-            drawn.append(text(left, _FLOOR + 16, row["ranks"], "middle"))
+            drawn.append(text(left, _FLOOR_PX + 16, row["ranks"], "middle"))
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH_PX}" height="{HEIGHT_PX}" '
             f'font-family="system-ui,sans-serif" font-size="11" fill="{theme.GREY}">'
             f"{''.join(drawn)}</svg>"
         )

@@ -17,8 +17,8 @@ from ...worker.hooks import Observer, tell
 from ...worker.observers.data_loading import tensors
 from . import xla
 
-INTERVAL = 0.2
-"""Seconds between two looks at the counts; a look takes microseconds."""
+READ_INTERVAL_S = 0.2
+"""Between two readings of the counts, which take microseconds."""
 
 MOST_SHAPES = 3
 """How many batches of a new shape are reported; more would repeat the advice."""
@@ -49,11 +49,11 @@ class CompilationMeter(Observer):
         self._lock, self._over = threading.Lock(), threading.Event()
 
     def start(self) -> None:
-        """Look from now on, until `finish`."""
+        """Read the counts from now on, until `finish`."""
         threading.Thread(target=self._watch, name="nbtrain-compiling", daemon=True).start()
 
     def finish(self, wait: bool) -> None:
-        """Look a last time. Ranks that stay look no more; others, until their results are sent."""
+        """Read a last time. Live ranks stop reading; others read until their results are sent."""
         self.look()
         if not self._ranks_stay:
             return
@@ -74,11 +74,11 @@ class CompilationMeter(Observer):
         self._shapes.append(shapes)
 
     def _watch(self) -> None:
-        while not self._over.wait(INTERVAL):
+        while not self._over.wait(READ_INTERVAL_S):
             self.look()
 
     def look(self) -> None:
-        """Report what has changed since the last look."""
+        """Report what has changed since the last reading."""
         counts = xla.compilations() or NO_COMPILATIONS
         with self._lock:
             under_way = self._is_under_way(counts)
@@ -97,9 +97,9 @@ class CompilationMeter(Observer):
                     self._note = None
 
     def _is_under_way(self, counts: xla.Compilations) -> bool:
-        """Return whether a program is being compiled: begun, and neither done nor given up.
+        """Return whether a program is being compiled.
 
-        No count says that a compilation raised. But a process that runs another program since
+        No count shows that a compilation raised. But a process that runs another program since
         then is not compiling.
         """
         missing, last = counts.begun - counts.done, self._last

@@ -18,10 +18,10 @@ from ...worker.rank_sides import RankSide
 from . import xla
 from .compilation import CompilationMeter
 
-INTERVAL = 0.5
+READ_INTERVAL_S = 0.5
 """Seconds between two times that values are read."""
 
-PATIENCE = 0.5
+LAST_VALUES_TIMEOUT_S = 0.5
 """Seconds that a rank which failed waits for the last values: they may never be computed."""
 
 _Pending = list[tuple[Mapping[str, Any], Then]]
@@ -51,7 +51,7 @@ class XlaRank(RankSide):
 class XlaScalars:
     """Reads scalars on XLA devices; calls `then` with each group's, in the order of `submit`.
 
-    torch_xla only records what is to be computed, until ``torch_xla.sync()`` ends a step; reading a
+    torch_xla only records operations, until ``torch_xla.sync()`` ends a step; reading a
     value earlier would cut the step's program in two. So values wait until a step has ended. Then a
     thread reads all of them at once, at most twice per second. It lives as long as there is
     something to read.
@@ -70,8 +70,8 @@ class XlaScalars:
         waiting = self._waiting.setdefault(device, [])
         waiting.append(({name: tensor.detach() for name, tensor in tensors.items()}, then))
         if len(waiting) >= limits.MAX_PENDING_SCALARS:
-            # By this thread: another that computes values, beside one that goes on recording
-            # what is to be computed, was seen to abort the process.
+            # In this thread: computing values in another thread while this one records
+            # operations has aborted the process.
             self._ended.put(self._waiting.pop(device))
             self._read()
         elif device not in self._observed and time.monotonic() >= self._due:
@@ -80,7 +80,7 @@ class XlaScalars:
 
     def _step_ended(self, device: str) -> None:
         self._observed.discard(device)
-        self._due = time.monotonic() + INTERVAL
+        self._due = time.monotonic() + READ_INTERVAL_S
         self._ended.put(self._waiting.pop(device, []))
         if not self._reading.locked():
             self._start_reader()
@@ -102,8 +102,8 @@ class XlaScalars:
                     then({name: next(values).item() for name in group})
 
     def finish(self, wait: bool) -> None:
-        """Read the values that still wait; without `wait`, as far as that takes no time."""
+        """Read the values that still wait; without `wait`, only those that are ready."""
         for device in list(self._waiting):
             self._ended.put(self._waiting.pop(device))
         if not self._ended.empty() or self._reading.locked():
-            self._start_reader().join(None if wait else PATIENCE)
+            self._start_reader().join(None if wait else LAST_VALUES_TIMEOUT_S)

@@ -21,7 +21,7 @@ from ...planning.plan import Plan
 from ...system.tpu import has_torch_tpu
 from ...transport.job import Job
 
-PATIENCE = 120.0
+IMPORT_TIMEOUT_S = 120.0
 """Seconds for another interpreter to import torch and print the launch environment."""
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
@@ -62,7 +62,7 @@ class TorchTpuEngine(SpawnEngine):
         return lambda: False
 
     def start(self, job: Job) -> Ranks:
-        """Start every rank. Raises `LaunchError`, leaving none behind."""
+        """Start every rank. Raises `LaunchError`; no rank is running then."""
         env, self._launch_env = self._launch_env, None
         env = env or launch_environment(job.world_size, job.plan.env)
         return super().start(replace(job, plan=replace(job.plan, env={**env, **job.plan.env})))
@@ -81,7 +81,7 @@ def launch_environment(ranks: int, given: Mapping[str, str]) -> dict[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=IMPORT_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"torch_tpu could not choose how to launch ranks: {error}") from error

@@ -33,8 +33,8 @@ from ...transport.job import Job
 from ...worker import api, task_runner
 from . import xla
 
-LARGE = 64 << 20
-"""Bytes of a model from which on ranks move it to their devices one after the other."""
+MIN_STAGGERED_MODEL_BYTES = 64 << 20
+"""Ranks move a larger model to their devices one after the other."""
 
 
 class XlaEngine(ForkEngine):
@@ -103,8 +103,8 @@ def _agree_on_rank(rank: int) -> None:
 def _on_each(devices: list[Any], task: Task) -> list[Any]:
     """Run the task in a thread for each device, as torch_xla does; return a value for each.
 
-    The first failure ends the call: the other threads may wait for the failed one for ever, so
-    they are daemons.
+    The first failure ends the call. The other threads may wait for the failed one forever, so they
+    are daemons.
     """
     done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -167,7 +167,7 @@ def move_one_at_a_time(lock: Path) -> None:
             for part in _parts(model):
                 under_way += _bytes_on_host(part)
                 original(part, *args, **kwargs)
-                if under_way >= LARGE:
+                if under_way >= MIN_STAGGERED_MODEL_BYTES:
                     _give_back()
                     under_way = 0
             moved = original(model, *args, **kwargs)
@@ -178,10 +178,10 @@ def move_one_at_a_time(lock: Path) -> None:
 
 
 def _parts(model: Any) -> Iterator[Any]:
-    """Yield the modules of a model: each is at most `LARGE`, or has no children."""
+    """Yield the modules of a model that are small enough to move at once, or have no children."""
     size = _bytes_on_host(model)
     children = list(model.children())
-    if size <= LARGE or not children:
+    if size <= MIN_STAGGERED_MODEL_BYTES or not children:
         if size:
             yield model
         return
@@ -200,7 +200,7 @@ def _is_large_move(model: Any, args: Any, kwargs: Any) -> bool:
         return False
     if device is None or device.type != "xla":
         return False
-    return _bytes_on_host(model) > LARGE
+    return _bytes_on_host(model) > MIN_STAGGERED_MODEL_BYTES
 
 
 def _give_back() -> None:

@@ -24,7 +24,7 @@ PLACE = (
     "PJRT_LOCAL_PROCESS_RANK",
     "PJRT_LOCAL_PROCESS_COUNT",
 )
-"""Variables that tell a process its place among several. torch_xla sets those that are not set, so
+"""Variables with a process's place among several. torch_xla sets those that are not set, so
 one left by the host, or by an attempt in the kernel, would give every rank the same place."""
 
 BOUNDS = (
@@ -32,7 +32,7 @@ BOUNDS = (
     ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"),
 )
 """Variables that torch_xla sets likewise, each with the host's variable that it is computed from.
-Where torch_xla may not ask the host's metadata, the first of a pair replaces a missing second."""
+If torch_xla cannot read the host's metadata, the first of a pair replaces a missing second."""
 
 
 def load() -> None:
@@ -76,7 +76,7 @@ def _runtime() -> tuple[Any, Any]:
 
 
 def device_type() -> str:
-    """Return the kind of device that torch_xla would use (``TPU``, ``CPU``), initialising none."""
+    """Return the device type of torch_xla (``TPU``, ``CPU``), without initialising it."""
     return str(_runtime()[1].device_type() or "")
 
 
@@ -90,7 +90,7 @@ def forget_place(env: MutableMapping[str, str], keep: Collection[str] = ()) -> N
             env.setdefault(by_host, env[name])
             del env[name]
     if env.get("TPU_SKIP_MDS_QUERY"):
-        env.setdefault("TPU_WORKER_ID", "0")  # for which CLOUD_TPU_TASK_ID may have stood in
+        env.setdefault("TPU_WORKER_ID", "0")  # which CLOUD_TPU_TASK_ID may have replaced
 
 
 def join(rank: int, world_size: int) -> list[Any]:
@@ -139,7 +139,7 @@ def settle() -> None:
 
 
 def finish() -> None:
-    """Wait until the devices have done what they were asked so far."""
+    """Wait until the devices have finished all queued work."""
     torch_xla: Any = sys.modules["torch_xla"]
     torch_xla.sync()
     _model().wait_device_ops()

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
-from nbtrain.parts.scaling.report import HEIGHT, WIDTH
 
 PICTURE = Path(__file__).parents[3] / "notebooks" / "scaling.png"
 
@@ -71,7 +70,7 @@ if __name__ == "__main__":
             [
                 os.environ.get("CHROMIUM", "chromium"),
                 *("--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={PICTURE}"),
-                *(f"--window-size={WIDTH},{HEIGHT}", "--force-device-scale-factor=1.5"),
+                *(f"--window-size={WIDTH_PX},{HEIGHT_PX}", "--force-device-scale-factor=1.5"),
                 page.as_uri(),
             ],
             check=True,

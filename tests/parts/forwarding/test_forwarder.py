@@ -101,7 +101,7 @@ def test_an_end_that_is_not_confirmed_is_a_note(
     ends: tuple[socket.socket, socket.socket],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forwarder, "PATIENCE", 30.0 if dies else 0.01)
+    monkeypatch.setattr(forwarder, "END_TIMEOUT_S", 30.0 if dies else 0.01)
     ours, other = ends
     other.sendall(confirmed)
     thread = threading.Thread(target=lambda: (other.recv(1 << 16), other.close()))
@@ -119,7 +119,7 @@ def test_an_end_that_is_not_confirmed_is_a_note(
 def test_who_presses_stop_at_the_end_waits_no_longer(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forwarder, "PATIENCE", 1e6)
+    monkeypatch.setattr(forwarder, "END_TIMEOUT_S", 1e6)
     (note,) = Forwarder(ends[0], ["mlflow"]).finish(
         ev.Finished(2.0, -1, "succeeded"), iter([False, True]).__next__
     )
@@ -130,7 +130,7 @@ def test_who_stopped_a_run_waits_for_no_tracker(ends: tuple[socket.socket, socke
     ours, other = ends
     began = time.monotonic()
     Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"), never)
-    assert time.monotonic() - began < forwarder.PATIENCE / 2
+    assert time.monotonic() - began < forwarder.END_TIMEOUT_S / 2
     assert b"interrupted" in other.recv(1 << 16)
 
 

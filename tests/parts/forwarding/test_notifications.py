@@ -134,7 +134,7 @@ def test_a_dead_address_costs_one_note_that_does_not_show_it() -> None:
 
 
 def test_a_service_that_never_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarder, "PATIENCE", 1.0)
+    monkeypatch.setattr(forwarder, "END_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         run = launch(train, n=2, notify=f"json://127.0.0.1:{port}/{SECRET}?rto=600&cto=600")

@@ -78,7 +78,7 @@ def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.Mo
 
 
 def test_a_driver_ends_if_no_run_follows_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "KEPT", 0.01)
+    monkeypatch.setattr(driver_module, "DRIVER_KEPT_S", 0.01)
     launcher, driver_end = Pipe()
     driver = Driver(driver_end)
 
@@ -275,7 +275,7 @@ def test_a_payload_that_reaches_no_node_ends_the_launch(
     reservation: Any = SimpleNamespace(placed=placed)
     cluster.driver._reservation = reservation
     cluster.driver._request = NodeRequest((1, 1), 1, {})
-    monkeypatch.setattr(driver_module, "STARTING", 0.1)
+    monkeypatch.setattr(driver_module, "PAYLOAD_TIMEOUT_S", 0.1)
     with pytest.raises(LaunchError, match=r"did not reach every node within 0\.1 s"):
         asyncio.run(asyncio.wait_for(cluster.driver.start(order(attempt=1)), 30))
 

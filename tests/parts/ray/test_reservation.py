@@ -228,7 +228,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     clock = SimpleNamespace(monotonic=lambda: simulated.now)
     monkeypatch.setattr(reservation, "time", clock)
     monkeypatch.setattr(reservation, "nodes", simulated.nodes)
-    monkeypatch.setattr(reservation, "_AGAIN", 0.0)
+    monkeypatch.setattr(reservation, "_FREE_CHECK_INTERVAL_S", 0.0)
     return simulated
 
 

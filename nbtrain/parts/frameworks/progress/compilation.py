@@ -22,7 +22,7 @@ def watch_jax(module: ModuleType, *_: object) -> None:
 def watch_tensorflow(module: ModuleType, *_: object) -> None:
     """Watch what traces a ``tf.function``. Private; seen in TensorFlow 2.21.
 
-    XLA compiles later, inside the program's first call, which tells nobody.
+    XLA compiles later, inside the program's first call, without a notification.
     """
     patch(module, "_create_concrete_function", _compile)
 
@@ -43,7 +43,7 @@ class _Compiling:
         self._lock = threading.Lock()
         self._timer = threading.Timer(DELAY_S, self._report)
         self._timer.daemon = True
-        with contextlib.suppress(RuntimeError):  # this process can start no more threads
+        with contextlib.suppress(RuntimeError):  # this process cannot start a thread
             self._timer.start()
 
     def _report(self) -> None:
