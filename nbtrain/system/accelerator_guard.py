@@ -29,7 +29,7 @@ OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _has_set_check = False
-_SUCCESS = 0
+_CUDA_SUCCESS = 0
 _count = ctypes.c_int()
 _driver: Any = None
 _loads_seen: int | None = None
@@ -96,7 +96,7 @@ def cuda_is_initialized() -> bool:
     """Return whether CUDA is initialised in this process; False if its driver is not loaded."""
     driver = _loaded_driver()
     try:
-        return driver is not None and driver.cuDeviceGetCount(ctypes.byref(_count)) == _SUCCESS
+        return driver is not None and driver.cuDeviceGetCount(ctypes.byref(_count)) == _CUDA_SUCCESS
     except AttributeError:  # a library of that name that is not the driver
         return False
 

@@ -484,7 +484,7 @@ class Finished(Event):
 
 KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
-LATEST_TIME = 1e11
+MAX_TIME_S = 1e11
 """Seconds since the epoch; a later time is an error."""
 
 _MAX_EXACT_INT = 1 << 53
@@ -606,7 +606,7 @@ def from_line(line: bytes) -> Event | None:
         for name, value in record.items():
             if name in checks:
                 values[name] = checks[name](value)
-        is_dated = "rank" in record and abs(record["time"]) < LATEST_TIME
+        is_dated = "rank" in record and abs(record["time"]) < MAX_TIME_S
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return event if is_dated else None

@@ -27,7 +27,7 @@ from . import clock, limits
 from . import events as ev
 from .event_log import Reader, all_events
 from .reducers import end_run, fold
-from .run_folder import FORMAT, RunFolder, is_watched
+from .run_folder import MANIFEST_FORMAT, RunFolder, is_watched
 from .state import PreviousRun, RankState, RunState
 
 _CLOSING = (ev.Exited.kind, ev.Finished.kind)
@@ -72,15 +72,15 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
     """
     ranks: Any = manifest.get("num_processes")
     created: Any = manifest.get("created")
-    version, restarts = manifest.get("format", FORMAT), manifest.get("max_restarts")
-    if type(version) is not int or version > FORMAT:
+    version, restarts = manifest.get("format", MANIFEST_FORMAT), manifest.get("max_restarts")
+    if type(version) is not int or version > MANIFEST_FORMAT:
         raise NbtrainError(
-            f"{place} has format {version!r:.40}, but this nbtrain reads formats up to {FORMAT}: "
-            "a newer nbtrain wrote it"
+            f"{place} has format {version!r:.40}, but this nbtrain reads formats up to "
+            f"{MANIFEST_FORMAT}: a newer nbtrain wrote it"
         )
     if type(ranks) is not int or not 0 < ranks <= limits.MAX_RANKS:
         raise NbtrainError(f"{place}: num_processes is {ranks!r:.40}: not a number of ranks")
-    if type(created) not in (int, float) or not 0 <= created < ev.LATEST_TIME:
+    if type(created) not in (int, float) or not 0 <= created < ev.MAX_TIME_S:
         raise NbtrainError(f"{place}: created is {created!r:.40}, which is not a time")
     return RunState(
         name=strip_escapes(str(manifest.get("name") or "run")),
@@ -119,7 +119,7 @@ def _clock_offset(manifest: Mapping[str, Any]) -> float | None:
     """Return the launcher's `clock.offset`; None if it is of another host or another boot."""
     offset, started = manifest.get("clock"), str(manifest.get("launcher_started"))
     is_here = manifest.get("host") == platform.node() and started.partition(" ")[2] == boot()
-    is_valid = type(offset) is float and abs(offset) < ev.LATEST_TIME
+    is_valid = type(offset) is float and abs(offset) < ev.MAX_TIME_S
     return offset if is_here and is_valid else None
 
 

@@ -35,7 +35,7 @@ from ..system.processes import process_identity
 from ..system.text import plural
 from . import limits
 
-FORMAT = 1
+MANIFEST_FORMAT = 1
 
 DELETED = ".going-"
 """The start of a folder's name while the run is deleted."""
@@ -175,7 +175,7 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}{ending}"
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
-        numbered = {"format": FORMAT, "number": _next_number(), **manifest}
+        numbered = {"format": MANIFEST_FORMAT, "number": _next_number(), **manifest}
         write_atomically(folder.manifest, json.dumps(numbered).encode())
     except OSError as error:
         raise LaunchError(_unwritable(error)) from error

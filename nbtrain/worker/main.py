@@ -58,7 +58,7 @@ from .rank_sides import sides_of
 from .task_runner import run_task
 from .thread_joining import join_new_threads, join_threads
 
-FAILED = 1
+FAILED_EXIT_CODE = 1
 """The exit code of a rank whose exception is in its failure file."""
 
 
@@ -181,14 +181,14 @@ def _run_and_report(
             f"{failure_evidence.describe_sys_exit(leaving)}, which does not end live ranks"
         )
         _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
-        return FAILED, None
+        return FAILED_EXIT_CODE, None
     except BaseException as error:  # of any kind, raised by the user's code
         for side in sides_of(job):
             side.handle_failure(job, error)
         _report_failure(job, rank, writer, spare, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran
             sender.rescue()
-        return FAILED, error
+        return FAILED_EXIT_CODE, error
     finally:
         if spare is not _lasting_spare:
             spare.close()
@@ -306,7 +306,7 @@ def _end_if_forked(process: int) -> None:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif error is not None:
-            code = FAILED
+            code = FAILED_EXIT_CODE
             _print_traceback(error)
         sys.stdout.flush()
         sys.stderr.flush()

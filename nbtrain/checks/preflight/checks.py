@@ -166,7 +166,7 @@ def check_inline_timeout(facts: Facts) -> Iterator[Finding]:
         )
 
 
-_EXCLUSIVE, _PROHIBITED = 3, 2
+_EXCLUSIVE_MODE, _PROHIBITED_MODE = 3, 2
 
 
 def check_gpu_count(facts: Facts) -> Iterator[Finding]:
@@ -226,14 +226,14 @@ def check_compute_mode(facts: Facts) -> Iterator[Finding]:
     """Refuse or warn where a GPU's compute mode allows one process at a time, or none."""
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
         remedy = f"Run `nvidia-smi -i {gpu.index} -c DEFAULT` as root, or leave this GPU out."
-        if gpu.mode == _PROHIBITED:
+        if gpu.mode == _PROHIBITED_MODE:
             yield Finding(
                 "gpu-mode",
                 f"GPU {gpu.index} accepts no process (compute mode PROHIBITED).",
                 remedy,
                 "refuse",
             )
-        elif gpu.mode == _EXCLUSIVE and (gpu.holders or facts.ranks > facts.gpu_count):
+        elif gpu.mode == _EXCLUSIVE_MODE and (gpu.holders or facts.ranks > facts.gpu_count):
             there = ", ".join(facts.holder_names.get(h.pid, f"pid {h.pid}") for h in gpu.holders)
             yield Finding(
                 "gpu-mode",

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
+from nbtrain.parts.scaling.report import HEIGHT_PX, WIDTH_PX
 
 PICTURE = Path(__file__).parents[3] / "notebooks" / "scaling.png"
 
