@@ -149,8 +149,9 @@ class CellWatch:
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
-            refusals: Any = sys.modules.get("nbtrain.lifecycle.refusals")  # not before a launch
-            for refusal in refusals.take_refusals() if refusals is not None else ():
+            launcher: Any = sys.modules.get("nbtrain.lifecycle.launcher")
+            refusals = [] if launcher is None else launcher.take_refusals()  # before any launch
+            for refusal in refusals:
                 if result.success:
                     print(f"nbtrain: a launch was refused, and the cell caught it: {refusal}")
             if cell.number is not None and not result.success:

@@ -18,18 +18,7 @@ from ..tracking.reducers import end_run, fold
 from ..tracking.replay import catch_up, read_state, split_closing
 from ..tracking.run_folder import RunFolder, is_watched, request_stop
 from ..tracking.state import RunState
-
-TICK = 0.1
-"""Seconds between two looks at the folder."""
-
-PATIENCE = 1.0
-"""Seconds between two looks at whether anybody watches the run still."""
-
-GAP = 5.0
-"""Seconds that the process which watches a run has to make its folder again, if it was deleted."""
-
-BOARDS = 3
-"""Boards of one run that are drawn live: each costs as much as the first."""
+from . import limits
 
 Show = Callable[[RunState, float], None]
 
@@ -69,7 +58,7 @@ class Follower:
                 return True
             if not self._is_watched():
                 return False
-            time.sleep(TICK / 10)
+            time.sleep(limits.POLL_INTERVAL_S / 10)
             self._look()
         return not self.state.is_over or any(rank.pid is not None for rank in self.state.ranks)
 
@@ -91,15 +80,15 @@ class Follower:
             while not self.state.is_over:
                 with contextlib.suppress(OSError):  # no descriptor left here: the next look may do
                     self._look()
-                while len(self._shows) > BOARDS:
+                while len(self._shows) > limits.MAX_LIVE_BOARDS:
                     self._shows.pop(0)[1](self.state, clock.now(self.state.clock_offset))
                 for update, _ in tuple(self._shows):
                     update(self.state, clock.now(self.state.clock_offset))
                 if time.monotonic() >= due:
-                    due = time.monotonic() + PATIENCE
+                    due = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
                     if not self._is_watched():
                         break
-                self.over.wait(TICK)
+                self.over.wait(limits.POLL_INTERVAL_S)
         finally:
             self._end()
 
@@ -125,11 +114,11 @@ class Follower:
                     return True
                 self._supervisor = None
                 return False
-        given_up = time.monotonic() + GAP
+        given_up = time.monotonic() + limits.FOLDER_RECREATE_TIMEOUT_S
         while not self._folder.path.exists():
             if time.monotonic() > given_up:
                 return False
-            time.sleep(TICK)
+            time.sleep(limits.POLL_INTERVAL_S)
         return is_watched(self._folder)
 
     def _end(self) -> None:

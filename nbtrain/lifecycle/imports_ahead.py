@@ -30,6 +30,7 @@ from types import FrameType
 
 from ..system.source_files import is_library
 from ..tracking.launch_log import LOGGER
+from . import limits
 
 SWITCH = "NBTRAIN_PRELOAD"
 """The environment variable that turns imports ahead of time off: ``0`` or ``off``."""
@@ -56,9 +57,6 @@ OWN = (
     *("nbtrain.worker.main", "nbtrain.engines.fork", "nbtrain.lifecycle.launcher"),
 )
 """What the first launch of a kernel imports of nbtrain, in pieces."""
-
-HANGS_AFTER_S = 3.0
-"""A module whose import takes longer ends at an interrupt; a shorter one is imported whole."""
 
 _READ = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_DYNAMO_")
 """How the environment variables begin that these modules read once, when they are imported."""
@@ -169,7 +167,7 @@ def _interrupted_if_it_hangs() -> Iterator[None]:
     if old is None:  # not Python's own: it could not be put back
         yield
         return
-    hangs_at = time.monotonic() + HANGS_AFTER_S
+    hangs_at = time.monotonic() + limits.IMPORT_TIMEOUT_S
     again: list[threading.Timer] = []
 
     def interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,17 +51,13 @@ from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
-from . import background
+from . import background, limits
 from .follower import Follower
 from .launch_sides import launch_sides
-from .refusals import refusals_kept
 from .restarts import run_attempts
 from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
-
-SPARED = 8
-"""Tasks of live ranks between two looks at old folders."""
 
 _NOBODY_DEBUGS = Finding(
     "no-debugger",
@@ -67,11 +65,31 @@ _NOBODY_DEBUGS = Finding(
     "terminal in which you can type.",
 )
 
-START_PATIENCE = 20.0
-"""Seconds that a cell waits until the ranks of a run in the background were started."""
+_refusals: list[str] = []
+"""Why launches of the running cell were refused. Code that catches the error would hide it."""
 
 
-@refusals_kept()
+@contextlib.contextmanager
+def record_refusals() -> Iterator[None]:
+    """Remember why a launch in this block was refused, for `take_refusals`."""
+    try:
+        yield
+    except (PlanError, PreflightError) as error:
+        text = f"{type(error).__name__}: {error}"
+        is_of_cell = threading.current_thread() is threading.main_thread()
+        if is_of_cell and text not in _refusals:  # `launch` and `run_plan` both raise it
+            _refusals.append(text)
+        raise
+
+
+def take_refusals() -> list[str]:
+    """Return why launches were refused since the last call."""
+    refusals = _refusals.copy()
+    _refusals.clear()
+    return refusals
+
+
+@record_refusals()
 def launch(
     function: Callable[..., Any],
     /,
@@ -188,7 +206,7 @@ def launch(
     return run_plan(Plan(call, call.name, **plan_fields(given)), notes)
 
 
-@refusals_kept()
+@record_refusals()
 def notebook_launcher(
     function: Callable[..., Any],
     args: Any = (),
@@ -266,7 +284,7 @@ def _requested_port(use_port: str | int | None) -> int | None:
     return int(text)
 
 
-@refusals_kept()
+@record_refusals()
 @launch_log.record_launch()
 def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | None = None) -> Run:
     """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.
@@ -307,8 +325,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
             ask = partial(stacks.read_stacks, job.folder, range(job.world_size))
             display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
             run = execute(job, engine, supervisor, display, interrupts)
-            spared = SPARED if engine.ranks_stay else 0
-            let_go(job.folder, lambda: interrupts.count > 0, spared=spared)
+            every = limits.PRUNE_EVERY_TASKS if engine.ranks_stay else 1
+            let_go(job.folder, lambda: interrupts.count > 0, every=every)
     except OSError as failure:  # out of descriptors, most likely
         raise LaunchError(f"the run could not be started: {failure}") from failure
     finally:
@@ -460,7 +478,7 @@ def _start_in_background(
     remember(run, goes_on=True)
     try:
         home.remember()  # while the ranks start
-        started = follower.wait_for_ranks(START_PATIENCE)
+        started = follower.wait_for_ranks(limits.START_TIMEOUT_S)
     except KeyboardInterrupt:
         follower.start()
         run.stop("by an interrupt")

@@ -23,22 +23,12 @@ from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from ..worker import checkpoints
 from ..worker.rank_sides import sides_of
-from . import imports_ahead
+from . import imports_ahead, limits
 from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
-"""Seconds before the second attempt, twice as many before each further one, and at most."""
-
-ROOM = 58
-"""The longest folder of temporary files in which sockets can be made: a path of one has 107 bytes,
-103 on macOS, and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
-
 SCRATCH = "nbtrain-"
 """How the names of temporary folders of runs begin; the launcher's process is next."""
-
-ABANDONED = 86400.0
-"""Seconds after which such a folder goes whose launcher has ended."""
 
 _MISTAKES = (
     "SyntaxError",
@@ -168,7 +158,7 @@ def _no_pause(_seconds: float) -> None:
 def room_for_sockets() -> str:
     """Return the folder of temporary files, or /tmp where a path of a socket would be too long."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) <= ROOM else "/tmp"
+    return usual if len(usual) <= limits.MAX_TEMPDIR_CHARS else "/tmp"
 
 
 def _scratch() -> str:
@@ -187,14 +177,14 @@ def _delete_abandoned(parent: Path) -> None:
         for path in parent.glob(f"{SCRATCH}*-*"):
             pid = path.name.removeprefix(SCRATCH).partition("-")[0]
             with contextlib.suppress(OSError):  # not empty, another user's, or gone by now
-                is_old = time.time() - path.lstat().st_mtime > ABANDONED
+                is_old = time.time() - path.lstat().st_mtime > limits.SCRATCH_KEPT_S
                 if is_old and pid.isdecimal() and process_identity(int(pid)) is None:
                     path.rmdir()
 
 
 def seconds_before_restart(number: int) -> float:
     """Return the seconds before the `number`-th attempt: what was in the way may be gone then."""
-    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (number - 2))
+    return min(limits.MAX_RESTART_DELAY_S, limits.FIRST_RESTART_DELAY_S * 2.0 ** (number - 2))
 
 
 def is_worth_a_restart(state: RunState) -> bool:

@@ -38,15 +38,10 @@ from ..ui.displays.html_display import Display, execution_count
 from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
 from ..ui.summary import Summary, as_dict, summary
-from .follower import TICK, Follower, following
+from . import limits
+from .follower import Follower, following
 from .run_info import frame, run_info
 from .supervisor import Interrupts, Supervisor
-
-SMALL = 1 << 20
-"""Bytes of a result that is held in memory as soon as its run is over."""
-
-OUTLINES = 20
-"""Names of runs whose last curve is kept."""
 
 _last: Run | None = None
 _last_pid: int | None = None
@@ -161,7 +156,7 @@ class Run:
         is_needed = False
         for rank in range(self.state.world_size):
             with contextlib.suppress(OSError):
-                if self._folder.result(rank).stat().st_size <= SMALL:
+                if self._folder.result(rank).stat().st_size <= limits.MAX_RESULT_IN_MEMORY_BYTES:
                     self._small[rank] = read_regular(self._folder.result(rank))
                 else:
                     is_needed = True
@@ -355,7 +350,7 @@ class Run:
             with _whole() as interrupts:
                 # Interrupts are counted: one raised in a pump could lose a message to another cell.
                 pump = kernel_comms.find_pump(html_display.ipython_shell())
-                while not watcher.over.wait(TICK) and not interrupts.count:
+                while not watcher.over.wait(limits.POLL_INTERVAL_S) and not interrupts.count:
                     if pump is not None and not pump(listening_ids()):
                         pump = None
         with _whole():
@@ -470,14 +465,11 @@ def _whole() -> Iterator[Interrupts]:
         raise KeyboardInterrupt
 
 
-def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: int = 0) -> None:
-    """Let the oldest runs go, but for what is left once `is_over`.
-
-    Not where that was done at the end of one of the last `spared` runs.
-    """
+def let_go(newest: RunFolder, is_over: Callable[[], bool], *, every: int = 1) -> None:
+    """Delete the oldest runs until `is_over`. With `every`, only at each so many-th call."""
     global _unpruned
     _unpruned += 1
-    if _unpruned > spared:
+    if _unpruned >= every:
         _unpruned = 0
         pruning.prune(newest=newest, is_over=is_over)
 
@@ -544,7 +536,7 @@ def _remember_curve(run: Run) -> None:
     ]
     _outlines.pop(state.name, None)
     _outlines[state.name] = {"title": title, "metric": metric, "points": rounded}
-    while len(_outlines) > OUTLINES:
+    while len(_outlines) > limits.MAX_PREVIOUS_CURVES:
         del _outlines[next(iter(_outlines))]
 
 

@@ -29,23 +29,9 @@ from ..tracking.overview.epochs import main_metric
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
 from ..tracking.state import outcome
-
-CELLS = 1000
-"""How many cells a run can name where its stacks are read, the last ones."""
-
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of a rank's events among which its last numbers are looked for."""
-
-MOST_RANKS = 16
-"""Ranks of which the last numbers are read, and averaged."""
-
-ENTRIES = 50
-"""Entries of a dict that count as parameters, the first ones."""
+from . import limits
 
 _UNNAMED = re.compile(r"argument\d+")
-
-_LONGEST = 200
-"""Characters of a text that still counts as a parameter, not as data."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +81,7 @@ def run_info(folder: RunFolder) -> RunInfo:
     else:
         status, flaw, seconds = "running" if is_watched(folder) else "lost", "", None
     given = manifest.get("parameters")
-    ranks = range(min(state.world_size, MOST_RANKS))
+    ranks = range(min(state.world_size, limits.MAX_RANKS_READ))
     tails = [_tail(folder.events(rank)) for rank in ranks]
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
@@ -125,7 +111,7 @@ def run_info(folder: RunFolder) -> RunInfo:
 
 
 def _tail(path: Path) -> list[ev.Event]:
-    events = map(ev.from_line, last_bytes(path, TAIL_BYTES).split(b"\n"))
+    events = map(ev.from_line, last_bytes(path).split(b"\n"))
     return [event for event in events if event is not None]
 
 
@@ -175,7 +161,7 @@ def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
 
 def _cells(plan: Plan) -> dict[str, str]:
     """Return the names of cells by those of their files; IPython 7 keeps none, but this one's."""
-    numbers = dict(list(cell_numbers().items())[-CELLS:])
+    numbers = dict(list(cell_numbers().items())[-limits.MAX_NAMED_CELLS :])
     if isinstance(plan.task, Cell) and plan.task.number is not None:
         numbers[plan.task.filename] = plan.task.number
     return {file: f"In[{number}]" for file, number in numbers.items()}
@@ -190,7 +176,7 @@ def parameters(task: Task) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in arguments(task, with_defaults=True).items():
         values[name] = value
-        items = list(value.items())[:ENTRIES] if type(value) is dict else []
+        items = list(value.items())[: limits.MAX_PARAMETER_ENTRIES] if type(value) is dict else []
         values |= {f"{name}.{key}": each for key, each in items if type(key) is str}
     return {
         name: value
@@ -203,7 +189,7 @@ def parameters(task: Task) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     if issubclass(type(value), str):
-        return str.__len__(value) <= _LONGEST
+        return str.__len__(value) <= limits.MAX_PARAMETER_CHARS
     if type(value) is int:
         return value.bit_length() < 64
     return type(value) in (type(None), bool, float)

@@ -12,6 +12,7 @@ from ..engines.base import SIGNALS, Action
 from ..findings import Finding
 from ..tracking.events import JOINING
 from ..tracking.state import RankState, RunState
+from . import limits
 
 Cause = Literal["failed", "interrupted", "timed out"]
 
@@ -47,23 +48,6 @@ LIVE_POLICIES: dict[str, Sequence[StopStep]] = {
     "interrupted": ((0.0, "interrupt"), (0.5, "interrupt"), (1.5, "interrupt")),
 }
 """The same for a task of live ranks, which stay: nothing is sent that ends a process."""
-
-STARTING = 60.0
-"""Seconds in which ranks may be starting yet. Later, one that has not reported its beginning may be
-one that could not: on a full disk, what ranks report is lost."""
-
-REPORT_GRACE = 2.0
-"""Seconds that a rank which is failing already has to report why."""
-
-ECHO_GRACE = 1.5
-"""Seconds that the others have to fail while every failure so far is that a rank lost its peers."""
-
-HOPELESS = 15.0
-"""Seconds after which a rank that not even SIGKILL ended is given up."""
-
-
-DEAF = 5.0
-"""Seconds after which live ranks that heard no interrupt are named."""
 
 
 class StopSignal(NamedTuple):
@@ -165,12 +149,16 @@ class StopController:
 
     def is_hopeless(self, now: float) -> bool:
         """Whether ranks outlived SIGKILL for long: in the grip of a driver or a file system."""
-        is_late = self.cause is not None and now - self._began > HOPELESS
+        is_late = self.cause is not None and now - self._began > limits.UNKILLABLE_AFTER_S
         return is_late and not self._ranks_stay
 
     def is_ignored(self, now: float) -> bool:
         """Whether live ranks go on with a task although they were interrupted."""
-        return self._ranks_stay and self.cause is not None and now - self._began > DEAF
+        return (
+            self._ranks_stay
+            and self.cause is not None
+            and now - self._began > limits.UNRESPONSIVE_AFTER_S
+        )
 
     def was_sent(self, rank: int, returncode: int | None) -> bool:
         """Whether a rank that ended with this code died of a signal that it was sent."""
@@ -194,7 +182,7 @@ class StopController:
     def _begin(self, cause: Cause, now: float, state: RunState) -> str:
         """Begin a stop; return its reason, as the board shows it."""
         self.cause, self._began, self._delay = cause, now, 0.0
-        is_early = now - self._attempt_started < STARTING
+        is_early = now - self._attempt_started < limits.STARTING_WINDOW_S
         is_early = is_early and not any(map(_has_trained, state.ranks))
         # Of a rank that reports nothing by itself, nobody knows whether it has something to save.
         are_starting = any if self._sees_training else all
@@ -214,16 +202,16 @@ class StopController:
 
     def _due(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
         since, signals = now - self._began, list[StopSignal]()
-        if since < ECHO_GRACE and self._has_only_echoes(state):
+        if since < limits.FAILURE_REPORT_TIMEOUT_S and self._has_only_echoes(state):
             self._delay = since
         since -= self._delay
         reporting = {r.rank for r in state.ranks if r.status == "failing"}
-        if self.cause != "failed" or since >= REPORT_GRACE:
+        if self.cause != "failed" or since >= limits.FAILURE_REPORT_TIMEOUT_S:
             reporting = set()
         reason = self.how or self.cause or ""
         while self._steps and since >= self._steps[0][0]:
             signals += self._send(self._steps.pop(0)[1], alive - reporting, reason)
-        if not self._steps and since >= REPORT_GRACE and not self._ranks_stay:
+        if not self._steps and since >= limits.FAILURE_REPORT_TIMEOUT_S and not self._ranks_stay:
             signals += self._send("kill", alive, reason)
         return signals
 

@@ -36,29 +36,9 @@ from ..tracking.reducers import fold
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, mark_stopping, recreate, stop_request
 from ..tracking.state import RunState
+from . import limits
 from .launch_sides import Companion
 from .stop_policy import StopController
-
-TICK = 0.1
-"""Seconds between two looks at the run folder, where no rank ends earlier; twice on a busy host."""
-
-TYPING = 0.02
-"""The same while somebody types to what goes along with the run, as a debugger."""
-
-ANSWER = 0.2
-"""Seconds that ranks have to show where they are before they are stopped; most take few ms."""
-
-LOOK = 2.0
-"""Seconds between two looks at the disk."""
-
-SHORT = 0.2
-"""Seconds of a task of live ranks before memory is measured: most are over by then."""
-
-RESTORE = 0.5
-"""Seconds between two looks at whether the run's folder is there."""
-
-RESERVED = 1 << 16
-"""Bytes that are kept free for the launcher's own events."""
 
 _LOST = (
     "The training continues. What the ranks print and report is lost until there is room again, "
@@ -111,7 +91,7 @@ class Supervisor:
         """Those of the loop that watches."""
         self._folder, self._plan, self._ranks_stay = folder, plan, ranks_stay
         self._reader = Reader(folder, state.world_size)
-        self._writer = EventWriter(folder.launcher_events, RESERVED)
+        self._writer = EventWriter(folder.launcher_events, limits.RESERVED_BYTES)
         self._disk = DiskWatch(folder, self._writer)
         self._watchdog = HangWatchdog(folder, state.world_size, plan.hang_after)
         self._work = WorkComparison(state.world_size, folder.cells)
@@ -155,17 +135,15 @@ class Supervisor:
             ev.Spawned(now, rank, pid, nodes.get(rank, "")) for rank, pid in ranks.pids.items()
         )
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
-        looks = 0.0  # when the disk is looked at next
-        measures = time.monotonic() + (SHORT if self._ranks_stay else 0.0)
+        has_begun = False
+        measures = time.monotonic() + (limits.FIRST_SAMPLE_DELAY_S if self._ranks_stay else 0.0)
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._stop.is_hopeless(time.monotonic()):
                 for ended in self._turn(ranks, interrupts):
                     sampler.forget(ended.rank)
-                if not looks and ranks.alive:
+                if not has_begun and ranks.alive:
+                    has_begun = True
                     begun()
-                if time.monotonic() >= looks:
-                    looks = time.monotonic() + LOOK
-                    self._note(self._disk.check_room(self.state.world_size))
                 if here and time.monotonic() >= measures:
                     with contextlib.suppress(Exception):  # a driver: the next look may do
                         self._note(sampler.sample())
@@ -187,10 +165,12 @@ class Supervisor:
     def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
         attending = [each.attend(self.state) for each in self.companions]
         # First: drawing takes a CPU, and the ranks begin.
-        exits = ranks.wait(TYPING if any(attending) else 2 * TICK if host.is_crowded() else TICK)
+        patience = limits.POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
+        exits = ranks.wait(limits.DEBUGGER_POLL_S if any(attending) else patience)
         if time.monotonic() >= self._restores:
-            self._restores = time.monotonic() + RESTORE
+            self._restores = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
             self._note(self._disk.restore(self.state))
+            self._note(self._disk.check_room(self.state.world_size))
         self._note(ranks.news())
         self._take(self._reader.read(ended={e.rank for e in exits}))
         self._note(self._work.check(self.state.findings))
@@ -208,7 +188,9 @@ class Supervisor:
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]
             are_far = self._folder.questions.exists()
             where = describe_places(
-                stacks.read_stacks(self._folder, running, None if are_far else ANSWER)
+                stacks.read_stacks(
+                    self._folder, running, None if are_far else limits.STOP_STACKS_TIMEOUT_S
+                )
             )
             where = f"{where[:1].upper()}{where[1:]}"
             text = (
@@ -254,7 +236,7 @@ class Supervisor:
                 for each in self.companions:  # the kernel may have ended
                     each.attend(self.state)
                 self.show(self.state, clock.now())
-                pause(TICK)
+                pause(limits.POLL_INTERVAL_S)
             # Also when the wait is over: ■ may have come just as it ended.
             pressed, asked = self._is_pressed(interrupts), stop_request(self._folder) or ""
             now = time.monotonic()
@@ -370,7 +352,9 @@ class Supervisor:
         with contextlib.suppress(Exception):  # a folder that was deleted, a host that is away
             # On a slow disk, a rank takes seconds to write its stacks, and hears nothing meanwhile.
             if running and not self._reader.is_slow and not self._folder.questions.exists():
-                return describe_places(stacks.read_stacks(self._folder, running, ANSWER))
+                return describe_places(
+                    stacks.read_stacks(self._folder, running, limits.STOP_STACKS_TIMEOUT_S)
+                )
         return ""
 
     def _is_pressed(self, interrupts: Interrupts) -> bool:
@@ -452,7 +436,7 @@ class DiskWatch:
         if self._has_warned:
             return []
         left, trouble = host.space(self._folder.path), self._writer.trouble
-        spare = RESERVED * (1 + world_size)  # what each gives back when it ends
+        spare = limits.RESERVED_BYTES * (1 + world_size)  # what each gives back when it ends
         if trouble is None and (left is None or left.free >= spare):
             return []
         self._has_warned = True

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nbtrain
-from nbtrain.lifecycle import imports_ahead
+from nbtrain.lifecycle import imports_ahead, limits
 from tests.support.kernel import Notebook
 from tests.support.process_state import PROCESS_STATE
 from tests.support.waiting import wait_until
@@ -136,7 +136,7 @@ def test_an_interrupt_meanwhile_starts_no_rank(
     slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     begins, goes_on = slow
-    monkeypatch.setattr(imports_ahead, "HANGS_AFTER_S", 0.2 if hangs else 100.0)
+    monkeypatch.setattr(limits, "IMPORT_TIMEOUT_S", 0.2 if hangs else 100.0)
     handler = signal.getsignal(signal.SIGINT)
 
     def press() -> None:
@@ -248,8 +248,8 @@ def test_an_import_that_hangs_in_an_idle_kernel_ends_at_an_interrupt(
     (folder / "hanging_one.py").write_text(source)
     kernel.run(
         f"%load_ext nbtrain\nimport sys, torch\nsys.path.append({str(folder)!r})\n"
-        "from nbtrain.lifecycle import imports_ahead\n"
-        "imports_ahead.NAMES, imports_ahead.HANGS_AFTER_S = ('hanging_one',), 0.2"
+        "from nbtrain.lifecycle import imports_ahead, limits\n"
+        "imports_ahead.NAMES, limits.IMPORT_TIMEOUT_S = ('hanging_one',), 0.2"
     )
     wait_until(begun.exists, 100)
     kernel.manager.interrupt_kernel()

@@ -15,7 +15,7 @@ import torch
 
 import nbtrain
 from nbtrain.errors import PlanError, RankDied
-from nbtrain.lifecycle import restarts
+from nbtrain.lifecycle import limits, restarts
 from nbtrain.lifecycle.supervisor import Supervisor
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr(limits, "FIRST_RESTART_DELAY_S", 0.05)
 
 
 def fails_once(how: str, steps: int = 6, dies_at: int = 4) -> tuple[int, list[float], int]:
@@ -141,7 +141,7 @@ def test_a_mistake_is_not_repeated() -> None:
 
 
 def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT", 60.0)
+    monkeypatch.setattr(limits, "FIRST_RESTART_DELAY_S", 60.0)
 
     def fails() -> None:
         raise OSError("away")
