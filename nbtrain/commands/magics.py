@@ -220,12 +220,12 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     def _run(self, options_text: str, source: str, offset: int) -> Run:
         from ..lifecycle.launch_sides import launch_sides
         from ..lifecycle.launcher import run_plan
-        from ..lifecycle.run import last_folder, last_run
+        from ..lifecycle.run import last_run, last_run_folder
         from ..planning.option_parser import parse_options, split_line
         from ..planning.plan import Cell
         from ..planning.source_names import bound_names
 
-        before, sides = last_folder(), launch_sides()
+        before, sides = last_run_folder(), launch_sides()
         options = parse_options(split_line(_expanded(self.shell, options_text)))
         place = next(filter(None, (side.place(options) for side in sides)), None)
         with self._syntax_errors():
@@ -244,7 +244,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self.cell_watch.defined_in_ranks |= names
             return run
         finally:
-            if options.bind is not None and last_folder() != before:
+            if options.bind is not None and last_run_folder() != before:
                 self.shell.user_ns[options.bind] = last_run()
 
     def _plan(self, options: Namespace, source: str, offset: int, variables: Iterable[str]) -> Plan:

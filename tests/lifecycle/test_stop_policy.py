@@ -56,7 +56,7 @@ def test_a_run_that_nothing_happens_to_is_left_alone() -> None:
     for now in (0.0, 50.0, 100.0):
         assert decide(controller, now) == NOTHING
     assert controller.cause is None
-    assert not controller.is_hopeless(1e6)
+    assert not controller.is_unkillable(1e6)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_request_gives_two_seconds_to_save_then_ends_the_ranks(how: str, reaso
     killed = sent(decide(controller, 12.6))
     assert killed[0] == ("kill", BOTH)
     assert sent(decide(controller, 20.0)) == [("kill", BOTH)]  # again and again
-    assert controller.is_hopeless(10.0 + UNKILLABLE_AFTER_S + 0.1)
+    assert controller.is_unkillable(10.0 + UNKILLABLE_AFTER_S + 0.1)
 
 
 @pytest.mark.parametrize("yet", ["starting", "joining"])
@@ -201,5 +201,5 @@ def test_a_rank_that_was_failing_when_it_was_killed_has_failed() -> None:
     state = picture("failed", "failing", error="ValueError: x")
     decide(controller, 0.0, state, frozenset({1}))
     decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.1, state, frozenset({1}))
-    assert controller.was_sent(1, -signal.SIGKILL)
+    assert controller.ended_by_our_signal(1, -signal.SIGKILL)
     assert controller.verdict(state, 1, -signal.SIGKILL, has_reported=False) == "failed"
