@@ -33,8 +33,8 @@ from .supervisor import Interrupts, Supervisor
 def start(engine: Engine, job: Job, state: RunState, *, ends_with_kernel: bool) -> int | None:
     """Start the supervisor of a run; return its process if it is a child of this process.
 
-    Unless `ends_with_kernel`, it is an orphan, returns None, and outlives this process. Raises
-    `LaunchError`.
+    Unless `ends_with_kernel`, return None: the supervisor is an orphan that outlives this
+    process. Raises `LaunchError`.
     """
     random_state = random.getstate()  # Python seeds it again in a forked process
     watch = partial(

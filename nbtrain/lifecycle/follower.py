@@ -51,9 +51,9 @@ class Follower:
             ) from error
 
     def wait_for_ranks(self, timeout_s: float) -> bool:
-        """Wait until the ranks have started; return False if they cannot start any more.
+        """Wait until the ranks have started; return False if they cannot start.
 
-        To be called before `start`. After the timeout, a run that has not ended counts as started.
+        Call it before `start`. After the timeout, a run that has not ended counts as started.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not self.state.is_over:

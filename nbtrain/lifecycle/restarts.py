@@ -101,7 +101,7 @@ def run_attempts(
     _note_unfinished_checkpoint(job, supervisor)
     supervisor.finish()
     if imports_ahead.is_on() and not engine.ranks_stay:
-        engine.import_ahead(job, imports_ahead.of_fresh_process())  # for the next run
+        engine.import_ahead(job, imports_ahead.fresh_process_modules())  # for the next run
     return ranks.error
 
 
@@ -125,14 +125,14 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
     if engine.ranks_stay or not imports_ahead.is_on():
         return True
     if not engine.forks_kernel:
-        is_importing = engine.import_ahead(job, imports_ahead.of_fresh_process())
+        is_importing = engine.import_ahead(job, imports_ahead.fresh_process_modules())
         return supervisor.wait_while(is_importing, interrupts, imports_ahead.IMPORTING)
-    if not imports_ahead.are_for_ranks(job.plan.env):
-        pieces = imports_ahead.pieces()
+    if not imports_ahead.affects_imports(job.plan.env):
+        imports = imports_ahead.import_one_by_one()
 
         def is_importing() -> bool:  # each call imports a module
             try:
-                return next(pieces, None) is not None
+                return next(imports, None) is not None
             except KeyboardInterrupt:
                 signal.raise_signal(signal.SIGINT)  # `interrupts` counts it
                 return False

@@ -49,7 +49,7 @@ class RunInfo:
     """From the creation to the end; None if the run has not ended, or its end is unknown."""
     engine: str = ""
     mixed_precision: str = ""
-    """The precision that the ranks reported, or else the one of the plan."""
+    """The precision that the ranks reported, or the plan's if they reported none."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The plain arguments of the training function."""
     metrics: Mapping[str, float] = field(default_factory=dict)

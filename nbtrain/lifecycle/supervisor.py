@@ -145,9 +145,8 @@ class Supervisor:
                     has_begun = True
                     begun()
                 if here and time.monotonic() >= next_sample:
-                    with contextlib.suppress(
-                        Exception
-                    ):  # the driver failed; the next sample may work
+                    # The driver may fail now; the next sample may work.
+                    with contextlib.suppress(Exception):
                         self._record(sampler.sample())
                 if self._stop.cause is None and ranks.alive:
                     self._record(self._watchdog.check(self.state, time.monotonic()))

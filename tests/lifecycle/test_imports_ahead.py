@@ -69,7 +69,7 @@ def test_ranks_have_the_modules_and_a_broken_one_stops_none(install: Callable[..
     install(broken_one="1 / 0", whole_one="")
     assert ranks_see("whole_one") == [True, True]
     assert "whole_one" in sys.modules
-    assert [*imports_ahead.pieces()] == []  # the broken one is not tried again
+    assert [*imports_ahead.import_one_by_one()] == []  # the broken one is not tried again
 
 
 def test_what_a_module_sets_is_put_back(install: Callable[..., None]) -> None:
@@ -96,7 +96,7 @@ def test_what_a_thread_of_the_users_sets_meanwhile_stays(
 
     thread = threading.Thread(target=set_it)
     thread.start()
-    assert [*imports_ahead.pieces()] == ["slow_one", "after_slow"]
+    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
     thread.join()
     assert os.environ.pop("OF_A_THREAD") == "1"
 
@@ -119,7 +119,7 @@ def test_a_variable_that_came_too_late_is_named(
     install(plain_one="")
     ranks_see("plain_one")  # which reads no variable
     assert imports_ahead.changed_variables({"TORCHDYNAMO_VERBOSE": "1"}) == []
-    imports_ahead._import("torch._dynamo")  # which does, and is there in the tests' process
+    imports_ahead._import_module("torch._dynamo")  # which does, and is there in the tests' process
 
     def found(**env: str) -> list[str]:
         run = nbtrain.launch(len, "x", num_processes=1, env=env, view="none")
@@ -178,7 +178,7 @@ def test_a_process_that_another_thread_forks_meanwhile_has_the_whole_module(
 
     thread = threading.Thread(target=fork)
     thread.start()
-    assert [*imports_ahead.pieces()] == ["slow_one", "after_slow"]
+    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
     thread.join()
     assert codes == [0]
 
