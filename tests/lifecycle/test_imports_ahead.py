@@ -35,7 +35,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(imports_ahead, "NAMES", ())
     monkeypatch.setattr(imports_ahead, "_failed", set())
-    monkeypatch.setattr(imports_ahead, "_seen", None)
+    monkeypatch.setattr(imports_ahead, "_variables_at_import", None)
 
     def install(**sources: str) -> None:
         for name, source in sources.items():
