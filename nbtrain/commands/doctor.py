@@ -82,7 +82,9 @@ class Examination:
 
     def refusals(self, engine: str) -> list[str]:
         """Return the reasons why a launch by an engine is refused, if it is."""
-        found = [finding.shown for finding in self.findings[engine] if finding.level == "refuse"]
+        found = [
+            finding.full_text for finding in self.findings[engine] if finding.level == "refuse"
+        ]
         general = self.trouble or self.folder_trouble
         return [general] if general else found
 
@@ -177,7 +179,6 @@ def to_dict(seen: Examination | None = None) -> dict[str, Any]:
 
 def _host_to_dict(ranks: int) -> dict[str, Any]:
     memory, shared = host.memory(), host.shared_memory()
-    folders = _run_folders(run_folder.root())
     return {
         "memory": {
             "available_bytes": memory.available,
@@ -191,12 +192,7 @@ def _host_to_dict(ranks: int) -> dict[str, Any]:
             {"of": label, "used": quota.used, "limit": quota.limit, "source": quota.source}
             for label, quota in _quotas()
         ],
-        "run_folders": {
-            "path": folders.path,
-            "runs": folders.runs,
-            "bytes": folders.bytes,
-            "free_bytes": folders.free,
-        },
+        "run_folders": _run_folders(run_folder.root()),
     }
 
 
@@ -216,7 +212,7 @@ def gpu_to_dict(gpu: Gpu) -> dict[str, Any]:
 
 
 def _engine_to_dict(name: str, seen: Examination) -> dict[str, list[str]]:
-    warnings = [each.shown for each in seen.findings[name] if each.level == "warn"]
+    warnings = [each.full_text for each in seen.findings[name] if each.level == "warn"]
     return {"refused": seen.refusals(name), "warned": warnings}
 
 
@@ -336,9 +332,10 @@ def _host(ranks: int) -> Iterator[Row]:
         most = "any number" if quota.limit is None else quota.limit
         yield label, f"{quota.used} of {most} ({quota.source})"
     folders = _run_folders(run_folder.root())
-    left = f", {format_bytes(folders.free)} free" if folders.free is not None else ""
-    size = f"{plural(folders.runs, 'run')}, {format_bytes(folders.bytes)}{left}"
-    yield "run folders", f"{folders.path}: {size}"
+    free = folders["free_bytes"]
+    size = f"{plural(folders['runs'], 'run')}, {format_bytes(folders['bytes'])}"
+    size += f", {format_bytes(free)} free" if free is not None else ""
+    yield "run folders", f"{folders['path']}: {size}"
 
 
 def _quotas() -> Iterator[tuple[str, host.Quota]]:
@@ -351,19 +348,12 @@ def _quotas() -> Iterator[tuple[str, host.Quota]]:
             yield label, quota
 
 
-@dataclass(frozen=True)
-class _RunFolders:
-    path: str
-    """Without the user's name, because users publish the page."""
+def _run_folders(root: Path) -> dict[str, Any]:
+    """Return the path of the run folders, their number and size, and the free space of their disk.
 
-    runs: int
-    bytes: int
-    free: int | None
-    """Free bytes on its disk; None if unknown."""
-
-
-def _run_folders(root: Path) -> _RunFolders:
-    """Return where the run folders are, with their number, size and free space."""
+    The path is without the user's name, because users publish the page. The free space is None if
+    it is unknown.
+    """
     folders = run_folder.runs()
     paths = [
         os.path.join(at, name)
@@ -376,7 +366,8 @@ def _run_folders(root: Path) -> _RunFolders:
     if root.is_relative_to(home):
         place = str(Path("~") / root.relative_to(home))
     space = host.space(next((p for p in (root, *root.parents) if p.exists()), root))
-    return _RunFolders(place, len(folders), size, space.free if space is not None else None)
+    free = space.free if space is not None else None
+    return {"path": place, "runs": len(folders), "bytes": size, "free_bytes": free}
 
 
 def _process() -> Iterator[Row]:
@@ -416,6 +407,6 @@ def launch(engine: str, findings: Sequence[Finding], trouble: str = "") -> Itera
         yield "", f"{engine} refused: {trouble}"
     for finding in findings:
         verb = "refused" if finding.level == "refuse" else "warned"
-        yield "", f"{engine} {verb}: {finding.shown}"
+        yield "", f"{engine} {verb}: {finding.full_text}"
     if not (trouble or findings):
         yield "", f"{engine}: a launch can start"

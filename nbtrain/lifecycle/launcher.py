@@ -73,6 +73,15 @@ _NO_DEBUGGER = Finding(
     "terminal in which you can type.",
 )
 
+_NO_ADDRESS = Finding(
+    "no-address",
+    "--notify has an empty address, so no message is sent there.",
+    "Check the variable or the expression that gives it.",
+)
+
+_LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")
+"""Keys of the manifest that are logged. The manifest has only the names of `env`."""
+
 _refusals: list[str] = []
 """Why launches of the running cell were refused. Code that catches the error would hide it."""
 
@@ -321,7 +330,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         if plan.debug and not is_answered:
             findings.append(_NO_DEBUGGER)
         for finding in findings:
-            LOGGER.info("note: %s", finding.shown)
+            LOGGER.info("note: %s", finding.full_text)
         if plan.is_background:
             return _start_in_background(plan, device, engine, findings)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
@@ -398,23 +407,9 @@ def execute(
 
 def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     """Return all findings about a launch. Raises `PreflightError` or `PlanError`."""
-    return [
-        *config_file.check_device(plan, device),
-        *(_check_other_runs(plan, device) if engine.checks_host else ()),
-        *_check_task(plan, device, engine),
-        *([_NO_ADDRESS] if "" in plan.notify else []),
-    ]
-
-
-_NO_ADDRESS = Finding(
-    "no-address",
-    "--notify has an empty address, so no message is sent there.",
-    "Check the variable or the expression that gives it.",
-)
-
-
-def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
-    """Return what may go wrong with the task. Raises `PreflightError` for what must go wrong."""
+    findings = config_file.check_device(plan, device)
+    if engine.checks_host:
+        findings += _check_other_runs(plan, device)
 
     def bytes_built() -> int:
         loads = launch_log.attempt(
@@ -435,11 +430,8 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     if engine.ranks_stay:  # a later cell may call the function
         in_code = [finding for finding in in_code if finding.code != "not-called"]
     from_parts = [each for side in launch_sides() for each in side.findings(plan, device, engine)]
-    return preflight.unless_refused([*on_host, *from_parts, *in_code])
-
-
-_LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")
-"""Keys of the manifest that are logged. The manifest has only the names of `env`."""
+    findings += preflight.unless_refused([*on_host, *from_parts, *in_code])
+    return [*findings, _NO_ADDRESS] if "" in plan.notify else findings
 
 
 def _check_other_runs(plan: Plan, device: str) -> list[Finding]:

@@ -137,7 +137,9 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
                 signal.raise_signal(signal.SIGINT)  # `interrupts` counts it
                 return False
 
-        if not supervisor.wait_while(is_importing, interrupts, imports_ahead.IMPORTING, _no_pause):
+        if not supervisor.wait_while(
+            is_importing, interrupts, imports_ahead.IMPORTING, pause=lambda _seconds: None
+        ):
             return False
     if changed := imports_ahead.changed_variables(job.plan.env):
         supervisor.note(
@@ -149,10 +151,6 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
             )
         )
     return True
-
-
-def _no_pause(_seconds: float) -> None:
-    """Do not wait between imports."""
 
 
 def socket_folder() -> str:
@@ -191,8 +189,8 @@ def can_restart(state: RunState) -> bool:
     """Whether an attempt is left, and could succeed."""
     if state.attempt >= state.attempts:
         return False
-    began = any(_passed_first_step(rank) for rank in state.ranks)
-    return began or not all(rank.error_type in _MISTAKES for rank in find_causes(state))
+    has_trained = any(map(_has_made_step, state.ranks))
+    return has_trained or not all(rank.error_type in _MISTAKES for rank in find_causes(state))
 
 
 def describe_failure(state: RunState) -> str:
@@ -204,7 +202,7 @@ def describe_failure(state: RunState) -> str:
     return f"rank {first.rank}: {describe_rank_failure(first, state)}"
 
 
-def _passed_first_step(rank: RankState) -> bool:
+def _has_made_step(rank: RankState) -> bool:
     """Whether a rank has made a step."""
     steps = rank.progress.steps if rank.progress is not None else 0
     return steps > 0 or any(bar.n > 0 for bar in rank.bars.values()) or rank.step is not None

@@ -131,25 +131,20 @@ class Run:
 
     def _result(self, rank: int) -> Any:
         if rank not in self._results:
-            file = self._open_result(rank)
-            if file is None:
+            file: IO[bytes]
+            try:
+                small = self._small_results.get(rank)
+                path = self._folder.result(rank)
+                file = open_regular(path) if small is None else io.BytesIO(small)
+            except FileNotFoundError:
+                self._folder.check_exists()
                 return None
             try:
                 with file:
                     self._results[rank] = result_pickler.load(file)
             except (pickle.UnpicklingError, EOFError, MemoryError) as error:
-                path = self._folder.result(rank)
                 raise NbtrainError(f"{path} is damaged: {error or 'it ends too early'}") from error
         return self._results[rank]
-
-    def _open_result(self, rank: int) -> IO[bytes] | None:
-        if rank in self._small_results:
-            return io.BytesIO(self._small_results[rank])
-        try:
-            return open_regular(self._folder.result(rank))
-        except FileNotFoundError:
-            self._folder.check_exists()
-            return None
 
     def _keep_small_results(self) -> None:
         """Read small results into memory, so that the folder may be pruned. Large ones keep it."""

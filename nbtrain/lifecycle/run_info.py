@@ -140,7 +140,7 @@ def manifest(
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "findings": [{"code": each.code, "text": each.shown} for each in findings],
+        "findings": [{"code": each.code, "text": each.full_text} for each in findings],
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
         "returns": [] if in_kernel else [*synced_objects(plan), *plan.out],

@@ -136,7 +136,9 @@ class Supervisor:
         )
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
         has_begun = False
-        next_sample = time.monotonic() + (limits.FIRST_SAMPLE_DELAY_S if self._ranks_stay else 0.0)
+        first_sample_time = time.monotonic() + (
+            limits.FIRST_SAMPLE_DELAY_S if self._ranks_stay else 0.0
+        )
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._stop.is_unkillable(time.monotonic()):
                 for ended in self._poll(ranks, interrupts):
@@ -144,7 +146,7 @@ class Supervisor:
                 if not has_begun and ranks.alive:
                     has_begun = True
                     begun()
-                if here and time.monotonic() >= next_sample:
+                if here and time.monotonic() >= first_sample_time:
                     # The driver may fail now; the next sample may work.
                     with contextlib.suppress(Exception):
                         self._record(sampler.sample())
@@ -255,7 +257,7 @@ class Supervisor:
 
     def _end_watchdog(self) -> None:
         self._watchdog.close()
-        for rank in range(self.state.world_size):  # `cp -r` fails for sockets
+        for rank in range(self.state.world_size):  # a copy of the folder would fail at a socket
             with contextlib.suppress(OSError):
                 self._folder.recorder(rank).unlink()
 
@@ -305,7 +307,7 @@ class Supervisor:
 
     def _record_exits(self, exits: list[Exit]) -> None:
         for e in exits:
-            verdict = e.verdict or self._verdict(e)
+            verdict = e.verdict or self._find_verdict(e)
             cause = Cause(e.cause, code=e.code) if verdict == "failed" else Cause()
             if verdict == "failed" and not cause.text:
                 killed = self._stop.ended_by_our_signal(e.rank, -signal.SIGKILL)
@@ -315,7 +317,7 @@ class Supervisor:
             end = e.rank, e.returncode, verdict, cause.text, evidence, cause.code
             self._record([ev.Exited(e.time, *end)])
 
-    def _verdict(self, ended: Exit) -> str:
+    def _find_verdict(self, ended: Exit) -> str:
         if self._folder.result(ended.rank).exists():
             return "done"
         has_reported = self._folder.failure(ended.rank).exists()

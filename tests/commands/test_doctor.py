@@ -107,7 +107,7 @@ def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
     assert not seen(fork=[refusal], spawn=[refusal, warning]).is_ready
     assert not seen("torch is not installed", fork=[]).is_ready
     engines = doctor.to_dict(seen(fork=[refusal, warning]))["engines"]
-    assert engines == {"fork": {"refused": [refusal.shown], "warned": [warning.shown]}}
+    assert engines == {"fork": {"refused": [refusal.full_text], "warned": [warning.full_text]}}
 
 
 def test_a_run_folder_that_cannot_be_made_is_seen_before_a_launch(

@@ -37,7 +37,7 @@ def unless_refused(result: list[Finding]) -> list[Finding]:
     """Return findings if none of them refuses the launch; else raise the error of the first one."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:
-        raise error_of(refusals[0])("\n".join(finding.shown for finding in refusals))
+        raise error_of(refusals[0])("\n".join(finding.full_text for finding in refusals))
     return result
 
 

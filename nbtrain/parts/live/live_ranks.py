@@ -589,7 +589,7 @@ class LiveRanks:
         self._check_is_whole()
         target = self._failed if rank is None else rank
         self._check_rank(target)
-        call = Call(part.provided("debugger", "look_again", "`ranks.debug()`"))
+        call = Call(part.load_provided("debugger", "look_again", "`ranks.debug()`"))
         plan = Plan(call, "debug", is_post_mortem=True, view="none", telemetry=(), sync=False)
         with PreserveLastRun():
             launcher.run_plan(plan, engine=LiveEngine(self, [target]))
