@@ -326,8 +326,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         findings += _check(plan, device, engine)
         engine.prepare(plan.hide_notify_addresses())
         findings += engine.notes
-        is_answered = not plan.is_background and engine.name != "ray" and prompts.find() is not None
-        if plan.debug and not is_answered:
+        has_prompt = not plan.is_background and engine.name != "ray" and prompts.find() is not None
+        if plan.debug and not has_prompt:
             findings.append(_NO_DEBUGGER)
         for finding in findings:
             LOGGER.info("note: %s", finding.full_text)
@@ -335,12 +335,12 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
             return _start_in_background(plan, device, engine, findings)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
             job, state = make_job(plan, device, engine, findings)
-            if is_answered:
+            if has_prompt:
                 job = replace(job, unanswered="")
             supervisor = Supervisor(job.folder, state, plan, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
-            ask = partial(stacks.read_stacks, job.folder, range(job.world_size))
-            display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
+            read_stacks = partial(stacks.read_stacks, job.folder, range(job.world_size))
+            display = _display(plan, engine, partial(select.choose, plan.view, stop, read_stacks))
             run = execute(job, engine, supervisor, display, interrupts)
             every = limits.PRUNE_EVERY_TASKS if engine.ranks_stay else 1
             prune_old_runs(job.folder, lambda: interrupts.count > 0, every=every)

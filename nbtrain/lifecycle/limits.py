@@ -39,8 +39,8 @@ IMPORT_TIMEOUT_S = 3.0
 """An interrupt ends an import that takes longer. The longest module of torch takes 0.4 s."""
 
 MAX_TEMPDIR_CHARS = 58
-"""The longest temporary folder in which sockets can be made. The path of a socket has at most 107
-bytes (103 on macOS), and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
+"""Paths of sockets are too long in a longer temporary folder. They have at most 107 bytes (103 on
+macOS), and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
 
 SCRATCH_KEPT_S = 86400.0
 """An empty temporary folder of a launcher that ended is deleted after this time."""

@@ -500,7 +500,7 @@ class PreserveLastRun:
 
 
 def set_last_run(run: Run, in_background: bool = False) -> None:
-    """Have `last_run` return `run`. With `in_background`, also list it in `background_runs`."""
+    """Make `last_run` return `run`. With `in_background`, also list it in `background_runs`."""
     global _last, _last_pid
     _last, _last_pid = run, os.getpid()
     if in_background:

@@ -94,7 +94,7 @@ class StopController:
         self._given_up: Finding | None = None
         self._sent: dict[int, set[int]] = {}  # rank -> the return codes of our signals
         self._stop_began = 0.0
-        self._delay = 0.0  # seconds by which the steps are delayed
+        self._delay = 0.0  # seconds that the steps are late
         self._steps: list[StopStep] = []
 
     def request(self, how: str, *, hasty: bool = False) -> None:
