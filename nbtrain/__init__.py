@@ -37,7 +37,7 @@ _NAMES = {
     "worker.stopping": "should_stop",
 }
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Every public name, and the module it is imported from when it is asked for."""
+"""The module of each public name, from which it is imported at its first use."""
 
 __all__ = [  # written out because type checkers read it; a test compares it with `_PUBLIC`
     "LiveRanks", "NbtrainError", "RankDied", "Run", "attempt", "checkpoint", "checkpoint_dir",
@@ -47,7 +47,7 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a module, when it is asked for: a rank needs but a few (PEP 562)."""
+    """Import a public name or a module at its first use (PEP 562), as ranks need only a few."""
     if name in _PUBLIC:
         try:
             value = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)

@@ -42,10 +42,10 @@ class PlanError(NbtrainError, ValueError):
 
 
 class CellSyntaxError(PlanError):
-    """The cell has a syntax error; drawn as IPython draws it, without the launcher's frames.
+    """The cell has a syntax error; shown as IPython shows it, without the launcher's frames.
 
-    No `SyntaxError` itself: IPython draws those with every frame that led to them. That one is
-    its ``__cause__``.
+    It is not a `SyntaxError`, because IPython would show every frame. The original error is its
+    ``__cause__``.
     """
 
     def __init__(self, message: str = "", *, drawn: str = "") -> None:

@@ -1,6 +1,6 @@
 """`Finding`: what nbtrain noticed before, during or after a run, and what to do about it.
 
-Code compares `Finding.code`; people read the texts, which anybody may rewrite.
+Code compares `Finding.code`. The texts are for users, and may change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOWHERE = Place("", 0, 0)
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a user should know about a launch or a run, and what to do about it."""
+    """A fact that a user should know about a launch or a run, and what to do about it."""
 
     code: str
     """What was noticed, for programs: it stays the same when the text changes."""
@@ -56,20 +56,20 @@ class Finding:
     """What to do about it, in one or two sentences."""
 
     level: Literal["refuse", "warn"] = "warn"
-    """Whether the launch is refused, or goes on with a note on its board."""
+    """Whether the launch is refused, or continues with a note on its board."""
 
     place: Place = NOWHERE
-    """Where in the user's code."""
+    """The place in the user's code."""
 
     edits: tuple[Edit, ...] = ()
-    """What to change in that source to put it right."""
+    """The changes of that source that correct it."""
 
     flaw: str = ""
-    """What makes the result of the run wrong, in a few words, where it does."""
+    """What makes the result of the run wrong, in a few words; empty if it is right."""
 
     @property
-    def shown(self) -> str:
-        """The finding as people read it."""
+    def full_text(self) -> str:
+        """The place, the text and the remedy, as users read them."""
         text = f"{self.text} {self.remedy}".rstrip()
         if self.place == NOWHERE:
             return text

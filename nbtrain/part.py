@@ -1,10 +1,11 @@
-"""The parts of nbtrain: features that can be taken away, and how the core finds them.
+"""The parts of nbtrain: features that can be removed, and how the core finds them.
 
-A part is a folder in `nbtrain.parts` and a row in `TABLE`. Without both, its feature is gone, and
-all else works. Its ``__init__`` holds a `Part`, which names everything by text ("module:name"):
-that is imported when it is used. The core asks here for commands, engines and for what accompanies
-a launch (`nbtrain.lifecycle.launch_sides`) and a rank (`nbtrain.worker.rank_sides`). It may know
-what an engine or a plan is like, and never which part that comes from.
+A part is a folder in `nbtrain.parts` and a row in `TABLE`. Without both, its feature is missing and
+everything else works. Its ``__init__`` has a `Part`, which refers to all code as text
+("module:name"), so that it is imported when it is used. From here the core gets commands, engines,
+and the parts' code for launches (`nbtrain.lifecycle.launch_sides`) and for ranks
+(`nbtrain.worker.rank_sides`). The core may depend on the traits of an engine or a plan, but not on
+the part that they belong to.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TABLE = (
 """The parts of this installation, in the order of the help."""
 
 PASS = object()
-"""What a command returns to leave the rest to the core's command of the same name."""
+"""The return value of a command that the core's command of the same name should handle."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Typed:
 
     command: str
     text: str
-    """What follows the command."""
+    """The text after the command."""
     namespace: dict[str, Any]
     """The notebook's variables."""
     fill: Callable[[str], str]
-    """Fills ``{name}`` and ``$name`` from them."""
+    """Replaces ``{name}`` and ``$name`` by these variables."""
 
 
 @dataclass(frozen=True)
@@ -53,33 +54,33 @@ class Command:
     """A command of ``%nbtrain``, or of ``nbtrain`` on the command line."""
 
     run: str
-    """A function. In a notebook it gets a `Typed`, and what it returns is the magic's value. On the
-    command line it gets what argparse has read, and returns the exit code."""
+    """A function. In a notebook its argument is a `Typed`, and its return value is the magic's
+    value. On the command line it gets the namespace of argparse, and returns the exit code."""
     help: str = ""
     """Lines of ``%nbtrain?``; on the command line a line of ``nbtrain --help``."""
     fills_options_alone: bool = False
-    """Whether the command itself fills in variables: its text is not only options."""
+    """Whether the command itself calls `Typed.fill`, because its text is not only options."""
     arguments: str = ""
-    """On the command line, a function that adds arguments to a parser of argparse."""
+    """On the command line, a function that adds arguments to a parser."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a part adds, each by its name."""
+    """What a part adds, by names."""
 
     commands: Mapping[str, Command] = field(default_factory=dict)
-    """Of ``%nbtrain``."""
+    """Commands of ``%nbtrain``."""
     shell_commands: Mapping[str, Command] = field(default_factory=dict)
-    """Of ``nbtrain`` on the command line."""
+    """Commands of ``nbtrain`` on the command line."""
     engines: Mapping[str, str] = field(default_factory=dict)
     launch_side: str = ""
     """A subclass of `nbtrain.lifecycle.launch_sides.LaunchSide`."""
     rank_side: str = ""
     """A subclass of `nbtrain.worker.rank_sides.RankSide`."""
     devices: frozenset[str] | None = None
-    """The kinds of device of the ranks that get a `rank_side`; None: all ranks do."""
+    """The kinds of device whose ranks use the `rank_side`; None: all."""
     provides: Mapping[str, str] = field(default_factory=dict)
-    """What other parts may ask for, by `provided`."""
+    """What other parts may load with `load_provided`."""
 
 
 @functools.cache
@@ -89,24 +90,24 @@ def parts() -> Mapping[str, Part]:
 
 
 def load(reference: str) -> Any:
-    """Import what ``module:name`` names, inside `nbtrain.parts`."""
+    """Import ``module:name`` from `nbtrain.parts`, and return it."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(f"nbtrain.parts.{module}"), name)
 
 
 def commands() -> dict[str, Command]:
-    """Return the commands of ``%nbtrain`` that are of parts."""
+    """Return the parts' commands of ``%nbtrain``."""
     return {name: command for each in parts().values() for name, command in each.commands.items()}
 
 
 def shell_commands() -> dict[str, Command]:
-    """Return the commands of ``nbtrain`` on the command line that are of parts."""
+    """Return the parts' commands of ``nbtrain`` on the command line."""
     of_parts = (each.shell_commands for each in parts().values())
     return {name: command for commands in of_parts for name, command in commands.items()}
 
 
 def engines() -> dict[str, str]:
-    """Return the engines of parts, as name and reference."""
+    """Return the references of the parts' engines, by name."""
     rows = (row for each in parts().values() for row in each.engines.items())
     return {name: f"nbtrain.parts.{reference}" for name, reference in rows}
 
@@ -117,7 +118,7 @@ def require(part: str, what: str) -> None:
         raise PlanError(f"{what} needs the part `{part}` of nbtrain, which is not installed here")
 
 
-def provided(part: str, name: str, what: str) -> Any:
-    """Return what a part has for others. Raises `PlanError` if it is missing, naming `what`."""
+def load_provided(part: str, name: str, what: str) -> Any:
+    """Load what a part provides. Raises `PlanError`, which names `what`, if the part is missing."""
     require(part, what)
     return load(parts()[part].provides[name])

@@ -135,4 +135,4 @@ def test_the_core_names_no_part() -> None:
 
 def test_what_a_part_lacks_is_said() -> None:
     with pytest.raises(PlanError, match=r"`x` needs the part `gone` of nbtrain, which is not"):
-        part.provided("gone", "thing", "`x`")
+        part.load_provided("gone", "thing", "`x`")

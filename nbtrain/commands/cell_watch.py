@@ -1,7 +1,8 @@
-"""Finds the cell that initialises an accelerator, by looking before and after every cell.
+"""Finds the cell and the statement that initialise an accelerator.
 
-Marks between the top-level statements of a cell find the statement too, whichever library it
-called. IPython's events and its parser are hooked for this; `stop` restores them.
+It checks before and after every cell, and at marks between the top-level statements of a cell. So
+it does not matter which library the statement called. For this it uses IPython's events and patches
+its parser; `stop` restores them.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ _LOAD = ast.Load()
 
 
 @dataclass
-class _Running:
-    """A cell while it runs: its text as typed, its number, and where its statements begin.
-
-    `lines` are those of the statements that could initialise something, in the source as the
-    shell parsed it (`parsed`); `at` is the place, among these, of the one under way.
-    """
+class _RunningCell:
+    """A cell while it runs."""
 
     raw: str
+    """Its text as typed."""
     number: int | None = None
     parsed: str = ""
+    """Its Python source."""
     lines: list[int] = field(default_factory=list)
+    """The lines, in `parsed`, of the statements that could initialise something."""
     at: int = 0
+    """The index in `lines` of the running statement."""
 
-    def look(self) -> list[accelerator_guard.AcceleratorInit]:
+    def record_inits(self) -> list[accelerator_guard.AcceleratorInit]:
+        """Record accelerators that the running statement has initialised, and return them."""
         if not self.lines:
             return accelerator_guard.record_inits(self.number)
         line = self.lines[min(self.at, len(self.lines) - 1)]
-        # IPython strips leading blank lines before it parses; people count them.
+        # IPython strips leading blank lines before it parses, but the user counts them.
         skipped = len(self.raw) - len(self.raw.lstrip("\n"))
         typed, parsed = self.raw[skipped:].splitlines(), self.parsed.splitlines()
-        # The lines differ in number where a magic over several lines has become one.
+        # The numbers of lines differ if a magic over several lines has become one line.
         shown = (typed if len(typed) == len(parsed) else parsed)[line - 1]
         return accelerator_guard.record_inits(
             self.number, line + skipped, shorten(shown.strip(), 80)
@@ -54,39 +56,39 @@ class _Running:
 
 
 class CellWatch:
-    """Watches the cells of one shell.
+    """Watches the cells of one shell for initialised accelerators, until `stop`.
 
-    `mode` is 'warn' (print it at once), 'block' (prevent it) or 'off' (only remember it).
+    `mode` is 'warn' (print it at once), 'block' (prevent it) or 'off' (only record it).
     """
 
     def __init__(self, shell: Any) -> None:
-        """Watch from the next cell on."""
+        """Begin with the next cell."""
         self.mode = "warn"
         self.failures: dict[int, int] = {}
-        """By the number of a cell that failed: the line at which it did."""
+        """The line of the error for each cell that failed, by the cell's number."""
         self.defined_in_ranks: dict[str, int] = {}
-        """By the name that a cell of ranks binds: the cell's number."""
+        """The number of the %%distributed cell that defines a name, by the name."""
         self._shell = shell
         self._expecting = False
-        self._stack: list[_Running] = []  # a cell may run another one
+        self._stack: list[_RunningCell] = []  # a cell may run another one
         accelerator_guard.record_inits()
         accelerator_guard.keep_checks_harmless()
         accelerator_hooks.open_()
-        shell.events.register("pre_run_cell", self._before)
-        shell.events.register("post_run_cell", self._after)
+        shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._after_cell)
         self._restore_parser = patch(shell.compile, "ast_parse", self._parse_with_marks)
-        # Among the builtins, where no %reset reaches it.
-        setattr(builtins, _MARK, self._between)
+        # A builtin, which %reset does not delete.
+        setattr(builtins, _MARK, self._after_statement)
 
     def stop(self) -> None:
-        """Leave the shell and the environment as they were before."""
+        """Restore the shell and the environment."""
         accelerator_guard.restore_checks()
         accelerator_hooks.close()
         with contextlib.suppress(ValueError):
-            self._shell.events.unregister("pre_run_cell", self._before)
-            self._shell.events.unregister("post_run_cell", self._after)
+            self._shell.events.unregister("pre_run_cell", self._before_cell)
+            self._shell.events.unregister("post_run_cell", self._after_cell)
         self._restore_parser()
-        # Not deleted: the rest of this very cell may hold marks.
+        # Not deleted, because the rest of the running cell may have marks.
         setattr(builtins, _MARK, lambda: None)
 
     def set_mode(self, mode: str) -> None:
@@ -94,18 +96,18 @@ class CellWatch:
         self.mode = mode
         accelerator_hooks.block(mode == "block")
 
-    def _before(self, info: Any) -> None:
-        # By a thread, or by a callback.
+    def _before_cell(self, info: Any) -> None:
+        # A thread or a callback may have initialised one.
         self._warn(accelerator_guard.record_inits(statement="code that ran between two cells"))
         self._expecting = True
-        self._stack.append(_Running(info.raw_cell or ""))
+        self._stack.append(_RunningCell(info.raw_cell or ""))
 
     def _parse_with_marks(self, parse: Any, source: str, *args: Any, **kwargs: Any) -> ast.Module:
-        """Parse as the shell does, and put looks between a cell's statements.
+        """Parse as the shell does, and put marks between a cell's statements.
 
-        Only the first tree after `_before` is a cell; later ones are what ``%timeit`` times. The
-        documented way, an AST transformer, has IPython visit every node of every cell, which takes
-        longer than all the rest. Seen in IPython 7.34 to 9.18.
+        Only the first tree after `_before_cell` is a cell; later ones are what ``%timeit`` times.
+        With an AST transformer, the documented way, IPython would visit every node of every cell,
+        which takes longer than everything else. Seen in IPython 7.34 to 9.18.
         """
         tree: ast.Module = parse(source, *args, **kwargs)
         if not (self._expecting and self._stack and tree.body):
@@ -114,54 +116,54 @@ class CellWatch:
         cell = self._stack[-1]
         cell.number = max(1, len(self._shell.history_manager.input_hist_parsed) - 1)
         cell.parsed = source
-        for line, call in _trains_before(tree) if "launch" in source else ():
+        for line, call in _find_early_training(tree) if "launch" in source else ():
             print(
                 f"nbtrain: line {line} calls `{call}()`, which trains in this kernel, before any "
                 f"rank starts. Pass the function itself: `{call}` without the parentheses."
             )
         if len(tree.body) == 1:
             cell.lines = [tree.body[0].lineno]
-        # Another extension's transformers must find the statements where they look for them.
         elif self._can_be_marked(tree):
-            tree.body, cell.lines = _with_marks(tree.body)
+            tree.body, cell.lines = _add_marks(tree.body)
         return tree
 
     def _can_be_marked(self, tree: ast.Module) -> bool:
-        """Whether a cell means the same with its statements in blocks.
+        """Whether statements in blocks do the same as before.
 
-        Not where another extension's transformers look for them, where each expression is
-        displayed, or where a top-level ``global`` would come too late.
+        Transformers of other extensions expect statements at the top level, and so does a shell
+        that displays each expression. A ``global`` in a block would come too late.
         """
         shell = self._shell
         if shell.ast_transformers or shell.ast_node_interactivity == "all":
             return False
         return not any(type(statement) is ast.Global for statement in tree.body)
 
-    def _between(self) -> None:
-        """The statement under way has ended, the next one begins."""
+    def _after_statement(self) -> None:
+        """Record what the last statement initialised; each mark calls this."""
         if self._stack:
             cell = self._stack[-1]
             if accelerator_guard.has_new_init():
-                self._warn(cell.look())
+                self._warn(cell.record_inits())
             cell.at += 1
 
-    def _after(self, result: Any) -> None:
+    def _after_cell(self, result: Any) -> None:
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
-            refusals: Any = sys.modules.get("nbtrain.lifecycle.refusals")  # not before a launch
-            for refusal in refusals.take_refusals() if refusals is not None else ():
+            launcher = sys.modules.get("nbtrain.lifecycle.launcher")  # imported at a first launch
+            take_refusals = getattr(launcher, "take_refusals", list)
+            for refusal in take_refusals():
                 if result.success:
                     print(f"nbtrain: a launch was refused, and the cell caught it: {refusal}")
             if cell.number is not None and not result.success:
-                self.failures[cell.number] = self._line_of_failure(result.error_in_exec)
+                self.failures[cell.number] = self._find_failed_line(result.error_in_exec)
                 self._explain_name(result.error_in_exec)
             if accelerator_guard.has_new_init():
-                self._warn(cell.look())
+                self._warn(cell.record_inits())
 
     def _explain_name(self, error: BaseException | None) -> None:
-        """Say where a name is that only ranks have: what their cell defines, they keep."""
-        # Not `error.name`: an exception that comes from a rank has none.
+        """Explain a `NameError` about a name that a cell defined in its ranks only."""
+        # Not `error.name`, which an exception from a rank does not have.
         found = _UNKNOWN.search(str(error)) if isinstance(error, NameError) else None
         number = self.defined_in_ranks.get(found[1]) if found is not None else None
         if found is not None and number is not None and found[1] not in self._shell.user_ns:
@@ -175,8 +177,8 @@ class CellWatch:
                 remedy = FROM_TRAINER
             print(f"nbtrain: In[{number}] defined `{found[1]}` in its ranks only. {remedy}")
 
-    def _line_of_failure(self, error: BaseException | None) -> int:
-        """Return the line of a cell that an error came from; 1 if it is not known."""
+    def _find_failed_line(self, error: BaseException | None) -> int:
+        """Return the line of a cell at which an error occurred; 1 if it is unknown."""
         line = 1
         for frame, number in traceback.walk_tb(error.__traceback__ if error else None):
             # IPython 8.0 to 8.4 calls a cell's code `<cell line: 1>`.
@@ -185,24 +187,24 @@ class CellWatch:
                 line = number
         return line
 
-    def _warn(self, touches: list[accelerator_guard.AcceleratorInit]) -> None:
-        for touch in touches if self.mode != "off" else ():
-            remedy = f"Restart the kernel and use {touch.name} only inside the training function"
-            on_tpu = touch.name in accelerator_guard.OF_ONE_PROCESS
+    def _warn(self, inits: list[accelerator_guard.AcceleratorInit]) -> None:
+        for init in inits if self.mode != "off" else ():
+            remedy = f"Restart the kernel and use {init.name} only inside the training function"
+            on_tpu = init.name in accelerator_guard.OF_ONE_PROCESS
             users = "ranks" if on_tpu else "forked ranks"
             remedy += "." if on_tpu else ", or launch with --engine spawn."
             print(
-                f"nbtrain: {touch.place} initialised {touch.name}, so {users} cannot use "
-                f"{touch.name}. {remedy}"
+                f"nbtrain: {init.place} initialised {init.name}, so {users} cannot use "
+                f"{init.name}. {remedy}"
             )
 
 
-def _with_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
-    """Return the statements in blocks, a mark after each, and the lines of those between marks.
+def _add_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
+    """Return the statements in blocks with a mark after each, and the lines of these statements.
 
-    IPython compiles and runs each top-level statement apart, which takes longer than a mark: in
-    blocks, a cell is hardly slower for being watched. The last one stays by itself: it is
-    displayed.
+    IPython compiles and runs each top-level statement separately, which takes longer than a mark.
+    With blocks, a watched cell is hardly slower. The last statement stays alone, because IPython
+    displays its value.
     """
     marked: list[ast.stmt] = []
     lines: list[int] = []
@@ -210,15 +212,15 @@ def _with_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
         block = list(group)
         if not is_harmless:
             lines += [statement.lineno for statement in block]
-            place = _span(block[0], block[-1])
-            marks = [node for statement in block for node in (statement, _mark(statement))]
+            place = _position(block[0], block[-1])
+            marks = [node for statement in block for node in (statement, _make_mark(statement))]
             block = [ast.If(ast.Constant(True, **place), marks, [], **place)]
         marked += block
     return [*marked, statements[-1]], [*lines, statements[-1].lineno]
 
 
-def _trains_before(tree: ast.Module) -> list[tuple[int, str]]:
-    """Return each ``notebook_launcher(trainer.train(), …)``: its line, and what it calls."""
+def _find_early_training(tree: ast.Module) -> list[tuple[int, str]]:
+    """Return the line and the called function of each ``notebook_launcher(trainer.train(), …)``."""
     found = []
     for node in ast.walk(tree):
         match node:
@@ -231,18 +233,18 @@ def _trains_before(tree: ast.Module) -> list[tuple[int, str]]:
     return found
 
 
-_FIXED = (ast.Constant, ast.Name, ast.UnaryOp)
+_CONSTANT_NODES = (ast.Constant, ast.Name, ast.UnaryOp)
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Whether a statement calls nothing. Also those that mean something else in a block.
+    """Whether a statement calls nothing, or may not be in a block.
 
-    That is a docstring, a ``__future__`` import, and constants, which a block has only once each.
+    The latter are a docstring, a ``__future__`` import, and constants, which a block stores once.
     """
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         value = statement.value
         parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) else (value,)
-        return all(isinstance(part, _FIXED) for part in parts)
+        return all(isinstance(part, _CONSTANT_NODES) for part in parts)
     if isinstance(statement, ast.FunctionDef):
         args = statement.args
         return not (statement.decorator_list or args.defaults or args.kw_defaults)
@@ -253,12 +255,12 @@ def _is_harmless(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Pass)
 
 
-def _mark(after: ast.stmt) -> ast.stmt:
-    place = _span(after, after)  # no line of its own for a debugger to stop at
+def _make_mark(after: ast.stmt) -> ast.stmt:
+    place = _position(after, after)  # so that a debugger does not stop at the mark
     return ast.Expr(ast.Call(ast.Name(_MARK, _LOAD, **place), [], [], **place), **place)
 
 
-def _span(first: ast.stmt, last: ast.stmt) -> dict[str, Any]:
+def _position(first: ast.stmt, last: ast.stmt) -> dict[str, Any]:
     return {
         "lineno": first.lineno,
         "col_offset": first.col_offset,
@@ -268,15 +270,15 @@ def _span(first: ast.stmt, last: ast.stmt) -> dict[str, Any]:
 
 
 def accelerator_status_text() -> str:
-    """Return which accelerators are initialised in this process, and by which cells, as text."""
+    """Return the accelerators that are initialised in this process, with their cells, as text."""
     now = accelerator_guard.initialized_accelerators()
     if not now:
         return "No accelerator is initialised in this kernel: ranks can be forked from it."
     lines = []
     for name in sorted(now):
-        touch = accelerator_guard.first_cause(name)
-        lines.append(f"{name}: initialised, {touch.place}")
-        lines += [f"    {call}" for call in touch.calls]
+        init = accelerator_guard.first_cause(name)
+        lines.append(f"{name}: initialised, {init.place}")
+        lines += [f"    {call}" for call in init.calls]
     names = " or ".join(sorted(now))
     users, remedy = "Forked ranks", "Restart the kernel, or launch with --engine spawn."
     if now & accelerator_guard.OF_ONE_PROCESS:

@@ -1,4 +1,4 @@
-"""The command ``nbtrain``: reads its arguments and calls what does the work."""
+"""The command ``nbtrain``: parses its arguments and runs the command that they name."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ from . import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    That is 0, 1 for an error, 2 for wrong arguments, and 130 after Ctrl-C.
-    """
+    """Run the command; return 0, 1 after an error, 2 for wrong arguments, or 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # it is closed, or of a caller's own kind
+        with contextlib.suppress(AttributeError):  # closed, or not a text file
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     parser = _parser()
     try:
         try:
-            return _do(parser.parse_args(argv), parser)
+            return _run_command(parser.parse_args(argv), parser)
         finally:
-            print(end="", flush=True)  # here an error can still be reported
+            print(end="", flush=True)  # a later error could not be reported
     except BrokenPipeError:  # the reader has closed the pipe, as ``head`` does
         _discard_output()
         return 0
@@ -46,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Have what could not be written go nowhere: the interpreter writes it again at its end."""
+    """Discard unwritten output, which the interpreter would try to write again at its exit."""
     try:
         print(end="", flush=True)
     except OSError:
@@ -97,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if of_part := part.shell_commands().get(options.command):
         return int(part.load(of_part.run)(options))
     match options.command:
@@ -106,12 +103,12 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
             demo(options.num_processes)
         case "doctor":
-            return _examine(options)
+            return _print_doctor(options)
         case "runs" if options.json:
             listed = [as_plain(info) for info in catalog.run_infos()]
             _print_json({"schema": SCHEMA, "runs": listed})
         case "runs":
-            _show(catalog.page(catalog.run_infos(), "nbtrain"))
+            _print_text(catalog.page(catalog.run_infos(), "nbtrain"))
         case "show":
             return _show_run(catalog.find_run(options.run), options)
         case "logs" if options.json:
@@ -120,9 +117,9 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             lines = {str(rank): run.logs(rank, options.tail).splitlines() for rank in ranks}
             _print_json({"schema": SCHEMA, "run": run.folder.name, "logs": lines})
         case "logs":
-            _show(catalog.find_run(options.run).logs(options.rank, options.tail))
+            _print_text(catalog.find_run(options.run).logs(options.rank, options.tail))
         case "stop":
-            return _stop(catalog.find_run(options.run))
+            return _stop_run(catalog.find_run(options.run))
         case _ if options.version:
             print(f"nbtrain {vars(sys.modules['nbtrain'])['__version__']}")
         case _:
@@ -130,11 +127,11 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _examine(options: argparse.Namespace) -> int:
-    """Print what the doctor sees; the code says whether a launch can start."""
+def _print_doctor(options: argparse.Namespace) -> int:
+    """Print the doctor's page; return 1 if no engine can start a launch."""
     seen = doctor.examine()
     if options.json:
-        _print_json(doctor.as_dict(seen))
+        _print_json(doctor.to_dict(seen))
     else:
         print(doctor.page(seen))
         print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
@@ -142,15 +139,15 @@ def _examine(options: argparse.Namespace) -> int:
 
 
 def _show_run(run: Run, options: argparse.Namespace) -> int:
-    """Print a run as it stands, or in the end; followed, the code says whether it succeeded."""
+    """Print a run now, or with ``--follow`` at its end; then return 1 if it did not succeed."""
     if options.follow:
-        run.wait()  # Ctrl-C ends the waiting alone
+        run.wait()  # Ctrl-C ends only the wait
     state = run.state
     now = clock.now(state.clock_offset)
     if options.json:
         _print_json(run.to_dict())
     else:
-        _show(f"{text_summary.summary(state, now)}\n\n{summary(state, now)}")
+        _print_text(f"{text_summary.summary(state, now)}\n\n{summary(state, now)}")
     return int(options.follow and state.status != "succeeded")
 
 
@@ -158,15 +155,15 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _stop(run: Run) -> int:
+def _stop_run(run: Run) -> int:
     try:
-        _show(catalog.stop(run, "by `nbtrain stop`", "nbtrain"))
-    except KeyboardInterrupt:  # Ctrl-C ends the waiting, and the run still stops
+        _print_text(catalog.stop(run, "by `nbtrain stop`", "nbtrain"))
+    except KeyboardInterrupt:  # Ctrl-C ends only the wait; the run still stops
         print(f"{run.folder.name} was asked to stop and has not ended yet", file=sys.stderr)
         return 130
     return 0
 
 
-def _show(text: str) -> None:
-    """Print what files say, without what would have a terminal do more than show it."""
+def _print_text(text: str) -> None:
+    """Print text from a run's files, without control characters that act on a terminal."""
     print(strip_controls(text))

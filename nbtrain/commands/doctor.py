@@ -1,6 +1,6 @@
 """Describes this process and host, as a page for a bug report or as JSON for a program.
 
-`examine` looks; it starts, initialises and changes nothing.
+`examine` starts, initialises and changes nothing, but imports torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..ui.displays.html_display import ipython_shell
 from ..ui.summary import as_plain
 from . import cell_watch
 
-_WIDTH = 80
-_LABEL = 14
+_PAGE_WIDTH_CHARS = 80
+_LABEL_WIDTH_CHARS = 14
 
 _PACKAGES = "accelerate transformers torch_xla ipython ipykernel ipywidgets cloudpickle"
 _VARIABLES = (
@@ -46,8 +46,8 @@ _VARIABLES = (
     "NBTRAIN_DISABLE",
 )
 
-SCHEMA = 1
-"""Which keys `as_dict` has: a number for each change that a program would notice."""
+SCHEMA_VERSION = 1
+"""The version of the format of `to_dict`. It rises with each change that can break a program."""
 
 Row = tuple[str, str]
 """A row of the page: its label, and its text."""
@@ -55,7 +55,7 @@ Row = tuple[str, str]
 
 @dataclass(frozen=True)
 class Examination:
-    """What a launch would meet now, of a task of which nothing is known."""
+    """What a launch of any task would find now."""
 
     build: TorchBuild | None
     trouble: str
@@ -66,34 +66,36 @@ class Examination:
     """How many GPUs torch can use."""
 
     others: tuple[str, ...]
-    """Accelerators that are no GPU of torch's."""
+    """Accelerators that are no GPU for torch."""
 
     ranks: int
-    """How many ranks ``-n auto`` starts."""
+    """The number of ranks of ``-n auto``."""
 
     device: str
-    """What they use: cpu, cuda or xla."""
+    """Their device: cpu, cuda or xla."""
 
     findings: Mapping[str, Sequence[Finding]]
-    """What is noticed about the launch, by engine."""
+    """The findings about the launch, by engine."""
 
     folder_trouble: str = ""
     """Why no run folder can be made; empty if it can."""
 
     def refusals(self, engine: str) -> list[str]:
-        """Return why a launch by an engine is refused; nothing if it is not."""
-        found = [finding.shown for finding in self.findings[engine] if finding.level == "refuse"]
+        """Return the reasons why a launch by an engine is refused, if it is."""
+        found = [
+            finding.full_text for finding in self.findings[engine] if finding.level == "refuse"
+        ]
         general = self.trouble or self.folder_trouble
         return [general] if general else found
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine can start the ranks."""
+        """Whether at least one engine can start the ranks."""
         return not all(self.refusals(engine) for engine in self.findings)
 
 
 def examine() -> Examination:
-    """Look at this process and host now. This imports torch."""
+    """Examine this process and host. Imports torch."""
     torch, trouble = _import_torch()
     build = gpus.build_of(torch) if torch is not None else None
     visible = gpus.gpu_count() if build is not None else 0
@@ -121,13 +123,13 @@ def _findings(ranks: int, device: str) -> dict[str, list[Finding]]:
         try:
             asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=name)
             findings[name] = preflight.findings(asked, device, engines.get(name))
-        except PlanError as error:  # switched off, or a part that is not there
+        except PlanError as error:  # switched off, or its part is not installed
             findings[name] = [Finding("not-possible", f"{error}.", level="refuse")]
     return findings
 
 
 def page(seen: Examination | None = None) -> str:
-    """Return what was seen, or what is seen now, as lines to read."""
+    """Return an examination, by default a new one, as a page of text."""
     seen = seen or examine()
     gpu_name = "the GPU" + "s" * (seen.visible > 1)
     devices = {"xla": "the TPU", "cuda": gpu_name, "cpu": "the CPU"}[seen.device]
@@ -146,21 +148,21 @@ def page(seen: Examination | None = None) -> str:
     return "\n".join(lines)
 
 
-def as_dict(seen: Examination | None = None) -> dict[str, Any]:
-    """Return what was seen, or what is seen now, in what JSON has."""
+def to_dict(seen: Examination | None = None) -> dict[str, Any]:
+    """Return an examination, by default a new one, as a dict for JSON."""
     seen = seen or examine()
     answer = {
-        "schema": SCHEMA,
+        "schema": SCHEMA_VERSION,
         "nbtrain": _version(),
         "python": platform.python_version(),
         "frontend": frontend(ipython_shell(), os.environ),
         "system": _system(),
         "torch": seen.build and {"version": seen.build.version, "built_for": seen.build.label},
         "packages": _packages(),
-        "gpus": [gpu_as_dict(gpu) for gpu in seen.gpus],
+        "gpus": [gpu_to_dict(gpu) for gpu in seen.gpus],
         "other_accelerators": seen.others,
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        **_host_as_dict(seen.ranks),
+        **_host_to_dict(seen.ranks),
         "initialized": {
             name: accelerator_guard.first_cause(name).place
             for name in sorted(accelerator_guard.initialized_accelerators())
@@ -168,16 +170,15 @@ def as_dict(seen: Examination | None = None) -> dict[str, Any]:
         "patched": [f"{patch.owner}.{patch.name}" for patch in instrumentation.patches()],
         "ranks": seen.ranks,
         "device": seen.device,
-        "engines": {name: _engine_as_dict(name, seen) for name in seen.findings},
+        "engines": {name: _engine_to_dict(name, seen) for name in seen.findings},
         "ready": seen.is_ready,
     }
     plain: dict[str, Any] = as_plain(answer)
     return plain
 
 
-def _host_as_dict(ranks: int) -> dict[str, Any]:
+def _host_to_dict(ranks: int) -> dict[str, Any]:
     memory, shared = host.memory(), host.shared_memory()
-    folders = _run_folders(run_folder.root())
     return {
         "memory": {
             "available_bytes": memory.available,
@@ -191,17 +192,12 @@ def _host_as_dict(ranks: int) -> dict[str, Any]:
             {"of": label, "used": quota.used, "limit": quota.limit, "source": quota.source}
             for label, quota in _quotas()
         ],
-        "run_folders": {
-            "path": folders.path,
-            "runs": folders.runs,
-            "bytes": folders.bytes,
-            "free_bytes": folders.free,
-        },
+        "run_folders": _run_folders(run_folder.root()),
     }
 
 
-def gpu_as_dict(gpu: Gpu) -> dict[str, Any]:
-    """Return a GPU in what JSON has, its memory in bytes; without its UUID, which is private."""
+def gpu_to_dict(gpu: Gpu) -> dict[str, Any]:
+    """Return a GPU as a dict for JSON, with memory in bytes, and without its private UUID."""
     return {
         "index": gpu.index,
         "name": gpu.name,
@@ -215,8 +211,8 @@ def gpu_as_dict(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _engine_as_dict(name: str, seen: Examination) -> dict[str, list[str]]:
-    warnings = [each.shown for each in seen.findings[name] if each.level == "warn"]
+def _engine_to_dict(name: str, seen: Examination) -> dict[str, list[str]]:
+    warnings = [each.full_text for each in seen.findings[name] if each.level == "warn"]
     return {"refused": seen.refusals(name), "warned": warnings}
 
 
@@ -229,7 +225,7 @@ def _system() -> str:
 
 
 def _import_torch() -> tuple[Any, str]:
-    """Return torch and no trouble, or None and the reason why it cannot be imported."""
+    """Return torch and "", or None and the reason why torch cannot be imported."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -245,7 +241,7 @@ def _import_torch() -> tuple[Any, str]:
 
 
 def frontend(shell: Any, env: Mapping[str, str]) -> str:
-    """Name what runs this process, as far as it can know: Colab, VS Code, terminal IPython, …"""
+    """Return the name of the frontend, if it can be recognised: Colab, VS Code, …"""
     if shell is None:
         return "no notebook (a plain Python process)"
     signs = " ".join([str(shell), *env])
@@ -253,7 +249,7 @@ def frontend(shell: Any, env: Mapping[str, str]) -> str:
         ("google.colab", "Colab"),
         ("KAGGLE_", "Kaggle"),
         ("TerminalInteractiveShell", "terminal IPython"),
-        ("VSCODE_PID", "VS Code"),  # VSCODE_GIT_… comes from its terminal, as for a JupyterLab
+        ("VSCODE_PID", "VS Code"),  # VSCODE_GIT_… is also set for JupyterLab in its terminal
         ("VSCODE_CWD", "VS Code"),
         ("DATABRICKS_RUNTIME_VERSION", "Databricks"),
         ("SAGEMAKER_", "SageMaker"),
@@ -266,21 +262,21 @@ def frontend(shell: Any, env: Mapping[str, str]) -> str:
 
 
 def section(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield the lines of a part of the page, wrapped to its width."""
+    """Yield the lines of one section, wrapped to the page's width."""
     yield ""
     yield title
     for label, text in rows:
         yield from textwrap.wrap(
             text,
-            _WIDTH,
-            initial_indent=f"  {label:<{_LABEL}}" if label else "  ",
-            subsequent_indent=" " * (2 + _LABEL if label else 4),
+            _PAGE_WIDTH_CHARS,
+            initial_indent=f"  {label:<{_LABEL_WIDTH_CHARS}}" if label else "  ",
+            subsequent_indent=" " * (2 + _LABEL_WIDTH_CHARS if label else 4),
             break_on_hyphens=False,
         )
 
 
 def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> Iterator[Row]:
-    """Yield the GPUs, who holds their memory, and what sets which of them torch sees."""
+    """Yield the GPUs, the processes on them, and the variables that select GPUs for torch."""
     for gpu in listed:
         memory = f"{format_bytes_of(gpu.used << 20, gpu.total << 20)} used"
         mode = {2: " · PROHIBITED", 3: " · EXCLUSIVE_PROCESS"}.get(gpu.mode, "")
@@ -312,7 +308,7 @@ def _versions(build: TorchBuild | None, trouble: str) -> Iterator[Row]:
 
 
 def _packages() -> dict[str, str | None]:
-    """Return the version of each package that matters here; None where it is not installed."""
+    """Return the version of each package that nbtrain uses; None if it is not installed."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES.split():
         try:
@@ -336,9 +332,10 @@ def _host(ranks: int) -> Iterator[Row]:
         most = "any number" if quota.limit is None else quota.limit
         yield label, f"{quota.used} of {most} ({quota.source})"
     folders = _run_folders(run_folder.root())
-    left = f", {format_bytes(folders.free)} free" if folders.free is not None else ""
-    size = f"{plural(folders.runs, 'run')}, {format_bytes(folders.bytes)}{left}"
-    yield "run folders", f"{folders.path}: {size}"
+    free = folders["free_bytes"]
+    size = f"{plural(folders['runs'], 'run')}, {format_bytes(folders['bytes'])}"
+    size += f", {format_bytes(free)} free" if free is not None else ""
+    yield "run folders", f"{folders['path']}: {size}"
 
 
 def _quotas() -> Iterator[tuple[str, host.Quota]]:
@@ -351,19 +348,12 @@ def _quotas() -> Iterator[tuple[str, host.Quota]]:
             yield label, quota
 
 
-@dataclass(frozen=True)
-class _RunFolders:
-    path: str
-    """Without the user's name: people paste it in public."""
+def _run_folders(root: Path) -> dict[str, Any]:
+    """Return the path of the run folders, their number and size, and the free space of their disk.
 
-    runs: int
-    bytes: int
-    free: int | None
-    """Bytes that are left there; None where that is unknown."""
-
-
-def _run_folders(root: Path) -> _RunFolders:
-    """Return where the run folders are, how many, their size, and the space that is left."""
+    The path is without the user's name, because users publish the page. The free space is None if
+    it is unknown.
+    """
     folders = run_folder.runs()
     paths = [
         os.path.join(at, name)
@@ -376,7 +366,8 @@ def _run_folders(root: Path) -> _RunFolders:
     if root.is_relative_to(home):
         place = str(Path("~") / root.relative_to(home))
     space = host.space(next((p for p in (root, *root.parents) if p.exists()), root))
-    return _RunFolders(place, len(folders), size, space.free if space is not None else None)
+    free = space.free if space is not None else None
+    return {"path": place, "runs": len(folders), "bytes": size, "free_bytes": free}
 
 
 def _process() -> Iterator[Row]:
@@ -403,7 +394,7 @@ def _imports() -> Iterator[Row]:
 
 
 def _launches(seen: Examination) -> Iterator[Row]:
-    """Yield what a launch would meet now, by engine."""
+    """Yield the findings about a launch, by engine, and where the log for a bug report is."""
     for engine, findings in seen.findings.items():
         yield from launch(engine, findings, seen.trouble or seen.folder_trouble)
     text = f"attach launcher.log from the run's folder ({launch_log.VARIABLE}=debug also prints it)"
@@ -411,11 +402,11 @@ def _launches(seen: Examination) -> Iterator[Row]:
 
 
 def launch(engine: str, findings: Sequence[Finding], trouble: str = "") -> Iterator[Row]:
-    """Yield what hinders a launch by an engine."""
+    """Yield the findings about a launch by one engine."""
     if trouble:
         yield "", f"{engine} refused: {trouble}"
     for finding in findings:
         verb = "refused" if finding.level == "refuse" else "warned"
-        yield "", f"{engine} {verb}: {finding.shown}"
+        yield "", f"{engine} {verb}: {finding.full_text}"
     if not (trouble or findings):
         yield "", f"{engine}: a launch can start"

@@ -1,9 +1,9 @@
-"""Imports in a kernel's idle moments what the next launch would otherwise wait for.
+"""Imports modules while a kernel is idle, so that the next launch does not wait for them.
 
-The kernel's event loop makes the imports, in its main thread, where cells run too. So no code of
-the notebook runs beside an import, and a cell that comes meanwhile waits for the piece under way.
-A thread was tried instead: where a cell and a thread entered torch's circle of imports from two
-sides, each got half of the modules.
+The kernel's event loop imports them in the main thread, which also runs the cells. So no code of
+the notebook runs during an import, and a cell waits for one module at most. A thread was tried
+instead: when a cell and the thread both imported torch's circular modules, each got incomplete
+modules.
 """
 
 from __future__ import annotations
@@ -17,73 +17,76 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-IDLE = 0.3
-"""Seconds after a cell before the first piece: a program sends the next cell sooner."""
+FIRST_IMPORT_DELAY_S = 0.3
+"""From the end of a cell to the first import. A program sends the next cell sooner."""
 
-PAUSE = 0.02
-"""Seconds between two pieces, in which a message is taken from the kernel's sockets."""
+IMPORT_PAUSE_S = 0.02
+"""Between two imports. The kernel reads a message in this time."""
 
 
 class IdleImports:
-    """The idle moments of one shell, until `stop`."""
+    """Imports modules in the idle moments of one shell, until `stop`."""
 
     def __init__(self, shell: Any) -> None:
-        """Use them from the cell on that runs now."""
+        """Begin after the cell that is running."""
         self._shell = shell
-        self._running = 0  # cells: one that a subshell runs is another thread's
+        self._running_count = 0  # more than one with a subshell, which has its own thread
         self._timer: asyncio.TimerHandle | None = None
-        self._pieces: Iterator[str] | None = None
+        self._imports: Iterator[str] | None = None
         self._has_imported = False
-        shell.events.register("pre_execute", self._before)
-        shell.events.register("post_execute", self._after)
+        shell.events.register("pre_execute", self._before_cell)
+        shell.events.register("post_execute", self._after_cell)
 
     def stop(self) -> None:
-        """Import nothing more."""
+        """Import no further module."""
         self._cancel()
-        for name, function in (("pre_execute", self._before), ("post_execute", self._after)):
+        for name, function in (
+            ("pre_execute", self._before_cell),
+            ("post_execute", self._after_cell),
+        ):
             with contextlib.suppress(ValueError):
                 self._shell.events.unregister(name, function)
 
-    def _before(self) -> None:
-        self._running += 1
+    def _before_cell(self) -> None:
+        self._running_count += 1
 
-    def _after(self) -> None:
-        self._running = max(0, self._running - 1)
+    def _after_cell(self) -> None:
+        self._running_count = max(0, self._running_count - 1)
         if threading.current_thread() is threading.main_thread():
-            self._pieces = None
-            self._look_in(IDLE)
+            self._imports = None
+            self._schedule(FIRST_IMPORT_DELAY_S)
 
-    def _look_in(self, seconds: float) -> None:
+    def _schedule(self, seconds: float) -> None:
         self._cancel()
-        with contextlib.suppress(RuntimeError):  # no loop: a terminal, whose prompt has the thread
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+        with contextlib.suppress(RuntimeError):  # a terminal has no event loop
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._import_next)
 
     def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
-        if self._running or "torch" not in sys.modules or not _is_idle():
+    def _import_next(self) -> None:
+        if self._running_count or "torch" not in sys.modules or not _is_idle():
             return
         from ..lifecycle import imports_ahead
 
-        self._pieces = self._pieces or imports_ahead.pieces(own=True)
-        with contextlib.suppress(KeyboardInterrupt):  # of an import that hung: no more are made
-            if next(self._pieces, None) is not None:
+        self._imports = self._imports or imports_ahead.import_one_by_one(own=True)
+        with contextlib.suppress(KeyboardInterrupt):  # an import hung; it was the last one
+            if next(self._imports, None) is not None:
                 self._has_imported = True
-                self._look_in(PAUSE)
+                self._schedule(IMPORT_PAUSE_S)
             elif self._has_imported:
                 self._has_imported = False
-                if gc.isenabled():  # now: else 60 ms in the middle of a launch, as was measured
+                if gc.isenabled():  # otherwise it takes 60 ms in the next launch
                     gc.collect()
 
 
 def _is_idle() -> bool:
-    """Whether no message is being handled, and no thread is there that may import.
+    """Whether the kernel handles no message, and no other thread could import.
 
-    A kernel ignores interrupts between two messages (seen in ipykernel 6.17 to 7.4); one that came
-    in an import would break the module.
+    An interrupt would break the module that is imported. A kernel ignores interrupts between two
+    messages (seen in ipykernel 6.17 to 7.4).
     """
     from ..system.lost_threads import is_kernel_thread
 

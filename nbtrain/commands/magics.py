@@ -1,4 +1,4 @@
-"""The magics ``%%distributed``, ``%distributed`` and ``%nbtrain``: from a typed line to a plan."""
+"""The magics ``%%distributed``, ``%distributed``, ``%%rank`` and ``%nbtrain``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ..system import accelerator_guard, instrumentation
 from . import cell_watch
 from .idle_imports import IdleImports
 
-if TYPE_CHECKING:  # imported when it is asked for: %load_ext would take ten times as long
+if TYPE_CHECKING:  # imported at first use; otherwise %load_ext would take ten times as long
     from argparse import Namespace
 
     from ..lifecycle.run import Run
     from ..planning.plan import Plan
 
 _COMMANDS = ("guard", "doctor", "runs", "show", "stop", "stacks", "migrate")
-"""What ``%nbtrain`` does without any part."""
+"""The commands of ``%nbtrain`` that belong to no part."""
 
 _HELP = """Run this cell, or an expression, on several ranks (training processes).
 
@@ -64,7 +64,7 @@ def _distributed_help() -> str:
 
 
 def _nbtrain_help() -> str:
-    """Return what ``%nbtrain?`` shows: the core's commands, then those of parts."""
+    """Return the text of ``%nbtrain?``: the commands of the core, then those of the parts."""
     own = inspect.getdoc(NbtrainMagics.nbtrain) or ""
     lines = (command.help.strip("\n") for command in part.commands().values())
     return "\n".join([own, *filter(None, lines)])
@@ -96,11 +96,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         self._run(line, cell, offset=1)
         return None
 
-    # What IPython asks for where it shows a magic's help: no option is read before.
+    # IPython calls `getdoc` for ``%distributed?``, so the options are imported only then.
     vars(distributed)["getdoc"] = _distributed_help
 
     @no_var_expand
-    @cell_magic  # not for a line: IPython would take a variable `rank` on its own line for it
+    @cell_magic  # no line magic: IPython would take a line `rank`, the variable, for it
     def rank(self, line: str, cell: str) -> None:
         """Run this cell on some of the live ranks: ``%%rank 0,2-3 [options]``."""
         ranks, _, rest = line.strip().partition(" ")
@@ -132,7 +132,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         if cell is not None:
             self._migrate(line, cell)
             return None
-        fill = functools.partial(_expanded, self.shell)
+        fill = functools.partial(_expand_variables, self.shell)
         commands, name = part.commands(), next(iter(line.split()), "")
         if name not in commands or not commands[name].fills_options_alone:
             line = fill(line)
@@ -154,13 +154,13 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 if mode == "block" and accelerator_guard.initialized_accelerators():
                     print(cell_watch.accelerator_status_text())
             case ["doctor"] | ["doctor", "--json"]:
-                self._examine(as_json="--json" in line)
+                self._print_doctor(as_json="--json" in line)
             case ["runs"]:
                 from ..lifecycle import catalog
 
                 print(catalog.page(catalog.run_infos()))
             case ["show" | "stop" | "stacks", *names]:
-                self._about_run(name, [" ".join(names)] if names else [])
+                self._run_command(name, [" ".join(names)] if names else [])
             case ["migrate", *_]:
                 from . import migrate
 
@@ -180,12 +180,12 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     vars(nbtrain)["getdoc"] = _nbtrain_help
 
-    def _examine(self, as_json: bool) -> None:
+    def _print_doctor(self, as_json: bool) -> None:
         from . import doctor
 
-        print(json.dumps(doctor.as_dict(), indent=2) if as_json else doctor.page())
+        print(json.dumps(doctor.to_dict(), indent=2) if as_json else doctor.page())
 
-    def _about_run(self, command: str, names: list[str]) -> None:
+    def _run_command(self, command: str, names: list[str]) -> None:
         from ..lifecycle import catalog
 
         run = catalog.find_run(*names)
@@ -203,32 +203,32 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         command, *arguments = line.split() or [""]
         if command != "migrate":
             raise PlanError(f"%%nbtrain {command}: the only command for a cell is `migrate`")
-        with self._syntax_errors():
+        with self._show_syntax_error():
             print(migrate.migrate(self.shell, arguments, cell))
 
     @contextlib.contextmanager
-    def _syntax_errors(self) -> Iterator[None]:
-        """Draw a cell's own syntax error as IPython does, without nbtrain's frames."""
+    def _show_syntax_error(self) -> Iterator[None]:
+        """Raise a syntax error of the cell with IPython's text and without nbtrain's frames."""
         try:
             yield
         except SyntaxError as error:
             lines = self.shell.SyntaxTB.structured_traceback(SyntaxError, error, [])
             if (error.text or "").partition("=")[2].lstrip().startswith("!"):
-                lines.append(_UNREAD_COMMAND)
+                lines.append(_SHELL_COMMAND_HINT)
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
         from ..lifecycle.launch_sides import launch_sides
         from ..lifecycle.launcher import run_plan
-        from ..lifecycle.run import last_folder, last_run
+        from ..lifecycle.run import last_run, last_run_folder
         from ..planning.option_parser import parse_options, split_line
         from ..planning.plan import Cell
         from ..planning.source_names import bound_names
 
-        before, sides = last_folder(), launch_sides()
-        options = parse_options(split_line(_expanded(self.shell, options_text)))
+        before, sides = last_run_folder(), launch_sides()
+        options = parse_options(split_line(_expand_variables(self.shell, options_text)))
         place = next(filter(None, (side.place(options) for side in sides)), None)
-        with self._syntax_errors():
+        with self._show_syntax_error():
             plan = self._plan(options, source, offset, () if place is None else place.variables)
         if isinstance(plan.task, Cell):
             raw = f"%%distributed\n{source}" if offset else source
@@ -236,7 +236,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             for side in sides:
                 side.before_cell(plan.task, raw, history, self.cell_watch.failures, options)
         try:
-            if place is not None:  # it keeps what a cell defines
+            if place is not None:  # later cells there have the names that this one defines
                 return cast("Run", place.run(plan))
             run = run_plan(plan)
             if isinstance(plan.task, Cell) and plan.task.number is not None:
@@ -244,7 +244,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self.cell_watch.defined_in_ranks |= names
             return run
         finally:
-            if options.bind is not None and last_folder() != before:
+            if options.bind is not None and last_run_folder() != before:
                 self.shell.user_ns[options.bind] = last_run()
 
     def _plan(self, options: Namespace, source: str, offset: int, variables: Iterable[str]) -> Plan:
@@ -253,41 +253,41 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
         if not source.strip():
             raise PlanError("%distributed has nothing to run: give it a cell or an expression")
-        there = dict.fromkeys(variables)
-        # The magic's own line is kept as an empty one: line numbers are those of the cell.
-        transformed = "\n" * offset + self._transformed(source, there)
+        place_names = dict.fromkeys(variables)
+        # An empty line replaces the magic's line, so that line numbers are those of the cell.
+        transformed = "\n" * offset + self._transform(source, place_names)
         filename, number = self._register(transformed, source)
-        flags = self.shell.compile.flags & PyCF_MASK  # the notebook's ``__future__`` imports
+        flags = self.shell.compile.flags & PyCF_MASK  # ``__future__`` imports of the notebook
         cell = reading.read_cell(transformed, filename, self.shell.user_ns, flags)
         cell = replace(cell, number=number)
-        reading.check_parameters(replace(cell, namespace={**there, **cell.namespace}))
+        reading.check_parameters(replace(cell, namespace={**place_names, **cell.namespace}))
         fields = {option.field: getattr(options, option.field) for option in OPTIONS}
         return Plan(cell, options.title or reading.title(cell), **fields)
 
-    def _transformed(self, source: str, there: Container[str]) -> str:
-        """Return a cell's Python. A word that is a variable `there` is no magic's name."""
+    def _transform(self, source: str, place_names: Container[str]) -> str:
+        """Return a cell's Python source. A first word of `place_names` is not a magic's name."""
         first = re.match(r"\s*(\w+)", source)
-        if first is not None and first[1] in there:
+        if first is not None and first[1] in place_names:
             return str(self.shell.input_transformer_manager.transform_cell(source))
         return str(self.shell.transform_cell(source))
 
     def _register(self, transformed: str, raw: str) -> tuple[str, int]:
-        """Give IPython the source, so that tracebacks show it as ``Cell In[n]``; return both."""
+        """Register the source with IPython, for tracebacks; return its file and cell number."""
         shell = self.shell
-        # Not execution_count: IPython 9 counts up before the cell runs, 7 and 8 after it.
+        # Not execution_count, which IPython 9 increases before the cell runs, 7 and 8 after it.
         number = max(1, len(shell.history_manager.input_hist_parsed) - 1)
         return str(shell.compile.cache(transformed, number, raw_code=raw)), number
 
 
-_UNREAD_COMMAND = (
+_SHELL_COMMAND_HINT = (
     "This IPython does not read `name = !command` on this version of Python, in any cell. Write "
     'name = get_ipython().getoutput("command")'
 )
-"""IPython 7.34 on Python 3.12, as in Colab: it looks for a kind of token that there is no more."""
+"""IPython 7.34 on Python 3.12, as in Colab. It needs a kind of token that Python removed."""
 
 
 def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Open ``%debug`` where the exception was raised: in a rank, if it is there still."""
+    """Open ``%debug`` in the rank that raised the exception, if the rank is still running."""
     error = getattr(sys, "last_value", None)
     lifecycle = sys.modules.get("nbtrain.lifecycle.run")
     if error is None or lifecycle is None:
@@ -298,33 +298,34 @@ def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
         return None
     run = lifecycle.last_run()
     if run is not None and run.exception is error:
-        print(_HAS_ENDED)
+        print(_RANK_HAS_ENDED)
         return None
     return original(*args, **kwargs)
 
 
-_HAS_ENDED = (
+_RANK_HAS_ENDED = (
     "This exception was raised in a rank, which has ended. Run the cell with --debug: the "
     "debugger then opens in the rank before it ends."
 )
 
 
-def _expanded(_shell: Any, _text: str) -> str:
-    """Fill ``{name}`` and ``$name`` from the notebook's variables, as IPython does in magics.
+def _expand_variables(_shell: Any, _text: str) -> str:
+    """Replace ``{name}`` and ``$name`` by the notebook's variables, as IPython does in magics.
 
-    IPython looks at its caller's local names as well: here none has a name of a user's.
+    IPython also uses the local names of its caller. Those of this function begin with ``_``, so
+    that they hide no variable of the user.
     """
     return str(_shell.var_expand(_text))
 
 
 _modes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""The guard's mode in each shell, which outlives a reload."""
+"""The guard's mode in each shell. A reload of the extension keeps it."""
 
 
 def load(shell: Any) -> None:
-    """Register the magics with a shell and watch its cells; again, harmlessly.
+    """Register the magics with a shell and watch its cells. A second call replaces them.
 
-    The name ``nbtrain`` is bound, too, unless the notebook has it: the messages use it.
+    It also defines ``nbtrain`` in the notebook, which messages refer to, unless it is defined.
     """
     unload(shell)
     shell.user_ns.setdefault("nbtrain", sys.modules[__name__.partition(".")[0]])
@@ -337,7 +338,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Take the magics and the watch away."""
+    """Remove the magics and stop watching the cells."""
     magics = shell.magics_manager.registry.pop("NbtrainMagics", None)
     if magics is not None:
         _modes[shell] = magics.cell_watch.mode

@@ -1,4 +1,4 @@
-"""Shows or makes the changes that let a plain loop train on all ranks: ``%%nbtrain migrate``."""
+"""Migrates a plain training loop to Accelerate: ``%%nbtrain migrate``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAGIC = re.compile(r"\s*%%distributed\b[^\n]*\n")
 def migrate(shell: Any, arguments: list[str], source: str) -> str:
     """Return the changes to a cell as a unified diff; with ``--apply``, make them in the notebook.
 
-    Raises `PlanError` for a cell without a loop that can be migrated, with the reason, and
-    `SyntaxError` for one that is not Python.
+    Raises `PlanError` with the reason if the cell has no loop that can be migrated, and
+    `SyntaxError` if it is not Python.
     """
     if arguments not in ([], ["--apply"]):
         raise PlanError(f"%nbtrain: unknown arguments {' '.join(arguments)!r}. Use {USAGE}")
-    result = migrated(shell, source)
+    result = _migrate_source(shell, source)
     if arguments:
         shell.set_next_input(result, replace=True)
         return "The cell is migrated to Accelerate. Run it again to train."
@@ -31,7 +31,7 @@ def migrate(shell: Any, arguments: list[str], source: str) -> str:
     return "\n".join([*lines, "", "To make these changes: %%nbtrain migrate --apply"])
 
 
-def migrated(shell: Any, source: str) -> str:
+def _migrate_source(shell: Any, source: str) -> str:
     """Return a cell with its training loop migrated to Accelerate; see `migrate`."""
     magic = _MAGIC.match(source)
     head = magic.group() if magic else ""
@@ -56,7 +56,7 @@ def migrated(shell: Any, source: str) -> str:
         )
     typed, parsed = body.split("\n"), python.split("\n")
     for line in (edit.line for edit in loop.edits if edit.delete):
-        if typed[line - 1 : line] != parsed[line - 1 : line]:  # IPython made several lines one
+        if typed[line - 1 : line] != parsed[line - 1 : line]:  # a magic over several lines
             raise PlanError(
                 f"%%nbtrain migrate: line {line} is not plain Python; change it by hand"
             )

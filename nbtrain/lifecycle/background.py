@@ -1,9 +1,9 @@
-"""Watches a run that the cell does not wait for, from a separate process.
+"""Watches a background run in a supervisor: a process between the kernel and the ranks.
 
-It is forked from the kernel and forks (or spawns) the ranks itself, so it is their parent: what the
-kernel does next, or that it dies, is nothing to it. The kernel follows the run's folder
-(`nbtrain.lifecycle.follower`), as any other process may. On a leash, it ends the run when its
-kernel ends. A task of live ranks is watched by a thread of the kernel: their channels are there.
+The supervisor is forked from the kernel, and it is the parent of the ranks. So the kernel may be
+busy or end. The kernel reads the run's folder (`nbtrain.lifecycle.follower`), as any process may.
+A supervisor that ends with its kernel checks its parent process. A task of live ranks is watched in
+a thread of the kernel, because only the kernel has connections to them.
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ from .restarts import run_attempts
 from .supervisor import Interrupts, Supervisor
 
 
-def start(engine: Engine, job: Job, state: RunState, *, leash: bool) -> int | None:
-    """Start a run that nobody waits for; return its supervisor's process if it is our child.
+def start(engine: Engine, job: Job, state: RunState, *, ends_with_kernel: bool) -> int | None:
+    """Start the supervisor of a run; return its process if it is a child of this process.
 
-    Without a `leash` it is nobody's child, and outlives this process. Raises `LaunchError`.
+    Unless `ends_with_kernel`, return None: the supervisor is an orphan that outlives this
+    process. Raises `LaunchError`.
     """
-    random_state = random.getstate()  # Python gives every forked process a new one
-    watch = partial(_watch, engine, job, state, random_state, os.getpid() if leash else None)
+    random_state = random.getstate()  # Python seeds it again in a forked process
+    watch = partial(
+        _watch, engine, job, state, random_state, os.getpid() if ends_with_kernel else None
+    )
     try:
         with ready_to_fork():
-            if leash:
+            if ends_with_kernel:
                 return _fork_supervisor(watch, job.folder)
-            between = fork_process(partial(_fork_again, watch, job.folder))
-            with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
-                if code := os.waitstatus_to_exitcode(os.waitpid(between, 0)[1]):
+            middle = fork_process(partial(_fork_orphan, watch, job.folder))
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, so it is reaped
+                if code := os.waitstatus_to_exitcode(os.waitpid(middle, 0)[1]):
                     raise OSError(code, os.strerror(code))
             return None
     except OSError as error:
         reason = f"no process could be made to watch the run ({error.strerror})"
-        with contextlib.suppress(OSError):  # else it would seem to run as long as this kernel
+        with contextlib.suppress(OSError):  # the run must not look like a running one
             Supervisor(job.folder, state, job.plan).abort(reason)
         raise LaunchError(reason) from error
 
 
 def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
-    """Watch a task of ranks that stay, whom only this process can reach, in a thread of it."""
+    """Watch a task of live ranks in a thread of this process."""
     supervisor = Supervisor(job.folder, state, job.plan, ranks_stay=True)
 
     def watch() -> None:
@@ -65,19 +68,19 @@ def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
 
 
 def _fork_supervisor(watch: partial[int], folder: RunFolder) -> int:
-    """Fork the supervisor and write its process down: should it die at once, that shows."""
+    """Fork the supervisor and record its process number, so that its death is noticed."""
     process = fork_process(watch)
     try:
         set_watching_process(folder, process)
-    except BaseException:  # whatever it was: a run that nobody knows of is not left behind
+    except BaseException:  # also an interrupt: the caller gets no run that it could end
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         raise
     return process
 
 
-def _fork_again(watch: partial[int], folder: RunFolder) -> int:
-    """Fork the supervisor, and end: no signal to the kernel's children hits an orphan."""
+def _fork_orphan(watch: partial[int], folder: RunFolder) -> int:
+    """Fork the supervisor and end, so that no signal to the kernel's children reaches it."""
     try:
         _fork_supervisor(watch, folder)
     except OSError as error:
@@ -92,25 +95,25 @@ def _watch(engine: Engine, job: Job, state: RunState, random_state: Any, kernel:
     LOGGER.info("process %d watches the run", os.getpid())
     supervisor = Supervisor(job.folder, state, job.plan)
 
-    def end(_signum: int, _frame: object) -> None:
+    def request_stop(_signum: int, _frame: object) -> None:
         supervisor.request_stop("by SIGTERM to the process that watched it", hasty=True)
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, request_stop)
     if kernel is not None:
-        supervisor.companions.append(_Leash(kernel, supervisor))
+        supervisor.companions.append(_KernelWatch(kernel, supervisor))
     with Interrupts(wanted=False) as interrupts:
         error = run_attempts(engine, job, supervisor, interrupts)
     return 0 if error is None else 1
 
 
-class _Leash(Companion):
+class _KernelWatch(Companion):
     """Ends a run whose kernel has ended."""
 
     def __init__(self, kernel: int, supervisor: Supervisor) -> None:
         self._kernel, self._supervisor = kernel, supervisor
 
     def attend(self, state: RunState) -> bool:
-        # Not PR_SET_PDEATHSIG: that comes when the thread that forked ends, and on Linux alone.
+        # Not PR_SET_PDEATHSIG: it is sent when the thread that forked ends, and only on Linux.
         if os.getppid() != self._kernel:
             self._supervisor.request_stop("because its kernel ended", hasty=True)
         return False

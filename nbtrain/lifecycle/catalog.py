@@ -13,22 +13,22 @@ from ..tracking import run_folder as folders
 from ..tracking.overview.epochs import main_metric
 from ..ui.tables import text_table
 from ..ui.text_summary import ticks
-from .run import Run, going_on, last_run
+from .run import Run, background_runs, last_run
 from .run_info import RunInfo, frame, run_info
 
 UNREADABLE = "unreadable"
-"""The status of a run whose files are damaged, or cannot be read."""
+"""The status of a run whose files are damaged or cannot be read."""
 
 
 def run_infos() -> list[RunInfo]:
-    """Return the kept runs, the newest last; of one that cannot be read, its name and why."""
+    """Return the kept runs, the newest last. A run that cannot be read has its name and why."""
     infos = []
     for folder in folders.runs():
         try:
             infos.append(run_info(folder))
-        # Whatever a damaged or hostile run raises: the list has the others, too.
+        # A damaged or hostile folder may raise anything, and must not hide the other runs.
         except Exception as error:
-            with contextlib.suppress(OSError):  # pruned meanwhile
+            with contextlib.suppress(OSError):  # pruned by another process
                 infos.append(_unreadable(folder, error))
     return infos
 
@@ -52,14 +52,14 @@ def runs() -> Any:
 
 
 def page(infos: list[RunInfo], command: str = "%nbtrain") -> str:
-    """Return a table of runs, and how to show one of them by a `command`."""
+    """Return a table of runs as text, and how to show or stop one with `command`."""
     skipped = [
         strip_escapes(f"{name} {reason}: skipped") for name, reason in folders.foreign().items()
     ]
     if not infos:
         return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
     head = ("", "run", "title", "status", "when", "ranks", "took", "last", "", "result")
-    # A file may hold anything: no cell has a control character.
+    # A run's files may contain control characters, which would act on the terminal.
     rows = [[strip_escapes(cell) for cell in _row(info)] for info in infos]
     lines = text_table([head, *rows], "<" * len(head))
     hint = f"{command} show RUN displays a run, {command} stop RUN ends it (RUN: its number)."
@@ -68,11 +68,10 @@ def page(infos: list[RunInfo], command: str = "%nbtrain") -> str:
 
 def _row(info: RunInfo) -> tuple[str, ...]:
     if info.status == UNREADABLE:
-        return "", info.name, info.outcome  # the last cell takes the rest of the line
-    so_far = None
-    if info.status == "running":
-        so_far = max(0.0, clock.now(info.clock_offset) - info.created)
-    seconds = so_far if info.seconds is None else info.seconds
+        return "", info.name, info.outcome  # the last column has the rest of the line
+    seconds = info.seconds
+    if seconds is None and info.status == "running":
+        seconds = max(0.0, clock.now(info.clock_offset) - info.created)
     metric = main_metric(info.metrics)
     return (
         "" if info.number is None else f"#{info.number}",
@@ -89,22 +88,22 @@ def _row(info: RunInfo) -> tuple[str, ...]:
 
 
 def find_run(beginning: str = "") -> Run:
-    """Return the run whose folder's name is, or uniquely begins with, a text; '' for the last.
+    """Return the run with a number, or a name or folder with this beginning; '' is the last run.
 
-    Raises `PlanError` where there is none, or more than one.
+    Raises `PlanError` if there is no such run, or more than one.
     """
     last = last_run()
     if not beginning and last is not None:
         return last
     path = folders.find(beginning).path
-    known = [run for run in (last, *going_on()) if run is not None and run.folder == path]
+    known = [run for run in (last, *background_runs()) if run is not None and run.folder == path]
     return known[0] if known else Run.open(path)
 
 
 def stop(run: Run, how: str, command: str) -> str:
-    """End a run; return what came of it. Of one that is over: which others a `command` ends.
+    """End a run; return its outcome as text. For an ended run, list how `command` ends others.
 
-    Raises `KeyboardInterrupt` while it waits; the run still stops.
+    An interrupt during the wait raises `KeyboardInterrupt`, and the run still stops.
     """
     if not run.state.is_over:
         run.stop(how)

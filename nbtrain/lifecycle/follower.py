@@ -18,27 +18,16 @@ from ..tracking.reducers import end_run, fold
 from ..tracking.replay import catch_up, read_state, split_closing
 from ..tracking.run_folder import RunFolder, is_watched, request_stop
 from ..tracking.state import RunState
-
-TICK = 0.1
-"""Seconds between two looks at the folder."""
-
-PATIENCE = 1.0
-"""Seconds between two looks at whether anybody watches the run still."""
-
-GAP = 5.0
-"""Seconds that the process which watches a run has to make its folder again, if it was deleted."""
-
-BOARDS = 3
-"""Boards of one run that are drawn live: each costs as much as the first."""
+from . import limits
 
 Show = Callable[[RunState, float], None]
 
 
 class Follower:
-    """Keeps the picture of a run up to date, in a thread, until the run is over.
+    """Updates the state of a run in a thread until the run has ended.
 
-    `supervisor` is the process that watches it, where that is a child of this one. Raises as
-    `nbtrain.tracking.replay.read_state` does.
+    `supervisor` is the process that watches the run, if it is a child of this process. Raises what
+    `nbtrain.tracking.replay.read_state` raises.
     """
 
     def __init__(self, folder: RunFolder, supervisor: int | None = None) -> None:
@@ -46,13 +35,13 @@ class Follower:
         self.over = threading.Event()
         self._folder = folder
         self._supervisor = supervisor
-        self._shows: list[tuple[Show, Show]] = []
+        self._boards: list[tuple[Show, Show]] = []
         self._has_ended = False
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._follow, name="nbtrain-follow", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow. Raises `LaunchError` where this process can start no more threads."""
+        """Start the thread. Raises `LaunchError` if the system refuses another thread."""
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -61,55 +50,59 @@ class Follower:
                 "Raise the limit of processes and threads (ulimit -u)."
             ) from error
 
-    def wait_for_ranks(self, patience: float) -> bool:
-        """Wait until the ranks were started; False if they will not be. Before `start`."""
-        deadline = time.monotonic() + patience
+    def wait_for_ranks(self, timeout_s: float) -> bool:
+        """Wait until the ranks have started; return False if they cannot start.
+
+        Call it before `start`. After the timeout, a run that has not ended counts as started.
+        """
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not self.state.is_over:
             if all(rank.pid is not None or rank.is_over for rank in self.state.ranks):
                 return True
             if not self._is_watched():
                 return False
-            time.sleep(TICK / 10)
-            self._look()
+            time.sleep(limits.POLL_INTERVAL_S / 10)
+            self._read_events()
         return not self.state.is_over or any(rank.pid is not None for rank in self.state.ranks)
 
     def show(self, update: Show, finish: Show) -> None:
-        """Have `update` called at each look, in the follower's thread, and `finish` at the end."""
+        """Call `update` after each read, in the follower's thread, and `finish` at the end."""
         with self._ending:
             if not self._has_ended:
-                self._shows.append((update, finish))
+                self._boards.append((update, finish))
                 return
         finish(self.state, clock.now(self.state.clock_offset))
 
     def request_stop(self, how: str) -> None:
-        """Ask the process that watches the run to end it."""
+        """Request that the process which watches the run end it."""
         request_stop(self._folder, how)
 
     def _follow(self) -> None:
-        due = 0.0
+        next_check = 0.0
         try:
             while not self.state.is_over:
-                with contextlib.suppress(OSError):  # no descriptor left here: the next look may do
-                    self._look()
-                while len(self._shows) > BOARDS:
-                    self._shows.pop(0)[1](self.state, clock.now(self.state.clock_offset))
-                for update, _ in tuple(self._shows):
+                with contextlib.suppress(OSError):  # no descriptor is free; the next read may work
+                    self._read_events()
+                while len(self._boards) > limits.MAX_LIVE_BOARDS:
+                    self._boards.pop(0)[1](self.state, clock.now(self.state.clock_offset))
+                for update, _ in tuple(self._boards):
                     update(self.state, clock.now(self.state.clock_offset))
-                if time.monotonic() >= due:
-                    due = time.monotonic() + PATIENCE
+                if time.monotonic() >= next_check:
+                    next_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
                     if not self._is_watched():
                         break
-                self.over.wait(TICK)
+                self.over.wait(limits.POLL_INTERVAL_S)
         finally:
             self._end()
 
-    def _look(self) -> None:
+    def _read_events(self) -> None:
         launcher_events: list[ev.Event] = []
-        with contextlib.suppress(OSError):  # out of descriptors: the next look may do
+        with contextlib.suppress(OSError):  # out of descriptors, as above
             launcher_events += new_events(self._reader.launcher)
         ready, closing = split_closing(launcher_events, [])
         ended_ranks = {event.rank for event in closing if event.rank >= 0}
-        if any(isinstance(event, ev.Attempt) for event in ready):  # theirs first, then the next
+        if any(isinstance(event, ev.Attempt) for event in ready):
+            # The rest of the old attempt's events must be read before the new attempt's.
             ended_ranks = set(range(self.state.world_size))
         rank_events = self._reader.read(ended=ended_ranks)
         attempts = [event.time for event in ready if isinstance(event, ev.Attempt)]
@@ -118,24 +111,24 @@ class Follower:
         self.state = fold(self.state, [*before, *ready, *after, *closing])
 
     def _is_watched(self) -> bool:
-        """Whether the process that watches the run is there; a child that ended is let go."""
+        """Whether the process that watches the run is running. Reaps it if it was a child."""
         if self._supervisor is not None:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(self._supervisor, os.WNOHANG)[0] == 0:
                     return True
                 self._supervisor = None
                 return False
-        given_up = time.monotonic() + GAP
+        deadline = time.monotonic() + limits.FOLDER_RECREATE_TIMEOUT_S
         while not self._folder.path.exists():
-            if time.monotonic() > given_up:
+            if time.monotonic() > deadline:
                 return False
-            time.sleep(TICK)
+            time.sleep(limits.POLL_INTERVAL_S)
         return is_watched(self._folder)
 
     def _end(self) -> None:
         try:
             self.state = read_state(self._folder)
-        except Exception as error:  # its folder was deleted: the picture we have stays
+        except Exception as error:  # the folder was deleted; keep the last state
             is_there = self._folder.path.exists()
             reason = (
                 f"its folder cannot be read ({error})" if is_there else "its folder was deleted"
@@ -147,7 +140,7 @@ class Follower:
                 os.waitpid(self._supervisor, 0)
         with self._ending:
             self._has_ended = True
-        for _, finish in self._shows:
+        for _, finish in self._boards:
             finish(self.state, clock.now(self.state.clock_offset))
         self.over.set()
 
@@ -155,8 +148,8 @@ class Follower:
 _followers: weakref.WeakValueDictionary[Path, Follower] = weakref.WeakValueDictionary()
 
 
-def following(folder: RunFolder) -> Follower:
-    """Return the follower that this run has already, or a new one."""
+def shared_follower(folder: RunFolder) -> Follower:
+    """Return the running follower of a run, or start one."""
     follower = _followers.get(folder.path)
     if follower is None or follower.over.is_set():
         follower = _followers[folder.path] = Follower(folder)

@@ -1,16 +1,16 @@
-"""Imports in the kernel, once, what every rank would otherwise import at its first step.
+"""Imports modules in the kernel once that every rank would otherwise import at its first step.
 
-The first step of torch 2.13 imports 800 modules: a second or two of CPU in each rank of each run.
-Forked ranks have what their kernel has imported. `NAMES` is a fixed list, of torch and of two
-packages that torch needs: none of them touches a device, starts a thread or changes a setting, and
-what they leave besides (a variable of the environment, a filter of warnings) is put back. Nothing
-else is imported ahead of time, above all nothing of the user's, and not `transformers.trainer`:
-that imports whatever tracker, TensorFlow or torch_xla is installed.
+The first step of torch 2.13 imports 800 modules, which takes one or two seconds of CPU in each rank
+of each run. Forked ranks have the kernel's modules. `NAMES` is a fixed list of modules of torch and
+of two packages that torch needs. They use no device, start no thread and change no setting. The
+environment variables and warning filters that they set are undone. No module of the user is
+imported ahead of time, and not `transformers.trainer`, which imports every tracker, TensorFlow and
+torch_xla that is installed.
 
-The main thread imports, a module at a time: while the kernel is idle (`commands.idle_imports`), and
-what is left before ranks are forked. Where two threads enter torch's circle of imports from two
-sides, Python hands out half modules. No process is forked from another thread meanwhile: the copy
-would wait for ever for the lock of a module that nobody in it imports.
+The main thread imports one module at a time, while the kernel is idle (`commands.idle_imports`) and
+before ranks are forked. If two threads import torch's circular modules at once, Python returns
+incomplete modules. Other threads cannot fork during an import: the child would wait for a module's
+lock, which is never released in it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from types import FrameType
 
 from ..system.source_files import is_library
 from ..tracking.launch_log import LOGGER
+from . import limits
 
 SWITCH = "NBTRAIN_PRELOAD"
 """The environment variable that turns imports ahead of time off: ``0`` or ``off``."""
 
 IMPORTING = "Importing, once for all ranks of this kernel, what they need."
-"""What the board says before a launch that has to wait for imports."""
+"""The text of the board while a launch waits for imports."""
 
 NAMES = (
     "mpmath",
@@ -45,35 +46,33 @@ NAMES = (
     "torch.distributed.fsdp",
     "torch._dynamo",
 )
-"""What is imported, if torch is. `torch._dynamo` alone imports all; the others make it shorter.
+"""Modules that are imported if torch is. `torch._dynamo` imports all of them; separate imports are
+shorter.
 
-After them, a first step by DistributedDataParallel, Accelerate and the Trainer imported one module
-of torch more (2.13, CPU). Seconds on two cores: 0.07, 0.2, 0.03, 0.2, 0.04, 0.4.
+After them, the first step of DistributedDataParallel, Accelerate and the Trainer imported only one
+further module of torch (2.13, CPU). Seconds on two cores: 0.07, 0.2, 0.03, 0.2, 0.04, 0.4.
 """
 
 OWN = (
     *("nbtrain.planning.option_parser", "nbtrain.tracking.replay", "nbtrain.ui.displays.select"),
     *("nbtrain.worker.main", "nbtrain.engines.fork", "nbtrain.lifecycle.launcher"),
 )
-"""What the first launch of a kernel imports of nbtrain, in pieces."""
+"""The modules of nbtrain that the first launch of a kernel imports."""
 
-HANGS_AFTER_S = 3.0
-"""A module whose import takes longer ends at an interrupt; a shorter one is imported whole."""
+_READ_AT_IMPORT = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_DYNAMO_")
+"""Prefixes of environment variables that these modules read only when they are imported."""
 
-_READ = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_DYNAMO_")
-"""How the environment variables begin that these modules read once, when they are imported."""
+_READ_AT_USE = "TORCHINDUCTOR_CACHE_DIR"
+"""An exception: torch reads it at each use, and sets it."""
 
-_READ_LATER = "TORCHINDUCTOR_CACHE_DIR"
-"""The one that is read at each use; torch sets it, too."""
+_import_lock = threading.RLock()
+"""Held during an import, and during every fork."""
 
-_importing = threading.RLock()
-"""Held while a module is imported, and around every fork."""
+_variables_at_import: dict[str, str] | None = None
+"""These variables when the first module was imported; None before."""
 
-_seen: dict[str, str] | None = None
-"""The variables of `_READ` when the first of these modules was imported here."""
-
-_SET = ("TORCH", "TRITON_")
-"""How the variables begin that these modules set."""
+_SET_AT_IMPORT = ("TORCH", "TRITON_")
+"""Prefixes of environment variables that these modules set."""
 
 _failed: set[str] = set()
 
@@ -84,11 +83,11 @@ def is_on() -> bool:
     return wanted not in ("0", "off", "no", "false") and hasattr(os, "register_at_fork")
 
 
-def pieces(own: bool = False) -> Iterator[str]:
-    """Yield the name of a module, and import it when the next one is asked for; see `NAMES`.
+def import_one_by_one(own: bool = False) -> Iterator[str]:
+    """Yield the name of each module of `NAMES`, and import it at the next step of the iteration.
 
-    Nothing is imported outside the main thread, or where torch is not. With `own`, the modules of
-    nbtrain that a launch needs come first. Raises `KeyboardInterrupt` where an import hung.
+    Only the main thread imports, and only if torch is imported. With `own`, the modules of nbtrain
+    that a launch needs come first. Raises `KeyboardInterrupt` if an import hangs.
     """
     if not is_on() or threading.current_thread() is not threading.main_thread():
         return
@@ -99,44 +98,44 @@ def pieces(own: bool = False) -> Iterator[str]:
             continue
         if name not in sys.modules and name not in _failed and "torch" in sys.modules:
             yield name
-            _import(name)
+            _import_module(name)
 
 
-def are_for_ranks(variables: Mapping[str, str]) -> bool:
-    """Whether one of a run's own environment variables is read when the modules are imported."""
+def affects_imports(variables: Mapping[str, str]) -> bool:
+    """Whether the modules read one of these variables when they are imported."""
     return any(map(_is_read, variables))
 
 
 def changed_variables(variables: Mapping[str, str]) -> list[str]:
-    """Return what ranks with these variables will not see, since the modules were imported here."""
-    before, now = _seen, _read_variables({**os.environ, **variables})
+    """Return the variables of ranks that the imported modules have read with another value."""
+    before, now = _variables_at_import, _read_variables({**os.environ, **variables})
     if before is None:
         return []
     return sorted(n for n in {*before, *now} if before.get(n) != now.get(n))
 
 
-def of_fresh_process() -> list[str]:
-    """Return what ranks need that are not forked from this process, in the order of import."""
-    loaded = [n for n in ("transformers", "transformers.trainer") if is_library(_file(n))]
+def fresh_process_modules() -> list[str]:
+    """Return the modules to import for ranks that are not forked, in the order of imports."""
+    loaded = [n for n in ("transformers", "transformers.trainer") if is_library(_module_file(n))]
     return ["accelerate", "IPython", "torch.utils.serialization", *NAMES, *loaded]
 
 
-def _file(name: str) -> str:
+def _module_file(name: str) -> str:
     return getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None) or ""
 
 
-def _import(name: str) -> None:
-    global _seen
+def _import_module(name: str) -> None:
+    global _variables_at_import
     _guard_forks()
     before = {*os.environ}
-    if _seen is None and name.startswith("torch."):
-        _seen = _read_variables(os.environ)
+    if _variables_at_import is None and name.startswith("torch."):
+        _variables_at_import = _read_variables(os.environ)
     is_collecting = gc.isenabled()
-    gc.disable()  # nothing that is imported is garbage, and to look takes a quarter of the time
+    gc.disable()  # imports make no garbage; collecting takes a quarter of the time
     try:
-        with _importing, _interrupted_if_it_hangs(), warnings.catch_warnings():
+        with _import_lock, _interrupt_if_hanging(), warnings.catch_warnings():
             importlib.import_module(name)
-    except Exception as error:  # broken, or not in this version: what needs it will say so
+    except Exception as error:  # broken, or not in this version; its user gets the error
         _failed.add(name)
         LOGGER.info("%s was not imported ahead of time: %r", name, error)
     except KeyboardInterrupt:
@@ -145,8 +144,9 @@ def _import(name: str) -> None:
     finally:
         if is_collecting:
             gc.enable()
-        for variable in {*os.environ} - before:  # not what a thread of the user's has set
-            if variable.startswith(_SET):  # torch sets it anew where it is needed
+        for variable in {*os.environ} - before:
+            # Another variable may come from a thread of the user. Torch sets these again if needed.
+            if variable.startswith(_SET_AT_IMPORT):
                 os.environ.pop(variable, None)
 
 
@@ -155,48 +155,48 @@ def _read_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_read(name: str) -> bool:
-    return name.startswith(_READ) and name != _READ_LATER
+    return name.startswith(_READ_AT_IMPORT) and name != _READ_AT_USE
 
 
 @contextlib.contextmanager
-def _interrupted_if_it_hangs() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` in an import that hangs; hand on one that came in a short import.
+def _interrupt_if_hanging() -> Iterator[None]:
+    """Delay interrupts to the end of a short import; raise `KeyboardInterrupt` in one that hangs.
 
-    An interrupt between two lines of an import leaves half a module. And an idle kernel ignores
-    interrupts: an import that hangs then would leave a kernel that nothing reaches.
+    An interrupt in the middle of an import leaves an incomplete module. But an idle kernel ignores
+    interrupts, so without this an import that hangs would make it unreachable.
     """
     old = signal.getsignal(signal.SIGINT)
-    if old is None:  # not Python's own: it could not be put back
+    if old is None:  # set by C code, so it could not be restored
         yield
         return
-    hangs_at = time.monotonic() + HANGS_AFTER_S
-    again: list[threading.Timer] = []
+    deadline = time.monotonic() + limits.IMPORT_TIMEOUT_S
+    timers: list[threading.Timer] = []
 
     def interrupt(_signum: int, _frame: FrameType | None) -> None:
-        left = hangs_at - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise KeyboardInterrupt
-        # A real signal: it also wakes what waits for a disk, a lock or a socket.
+        # A real signal also interrupts a wait for a disk, a lock or a socket.
         press = functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
-        again.append(threading.Timer(left, press))
-        again[-1].daemon = True
-        again[-1].start()
+        timers.append(threading.Timer(remaining, press))
+        timers[-1].daemon = True
+        timers[-1].start()
 
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, old)
-        for timer in again:
+        for timer in timers:
             timer.cancel()
-    if again:
+    if timers:
         signal.raise_signal(signal.SIGINT)
 
 
 @functools.cache
 def _guard_forks() -> None:
     os.register_at_fork(
-        before=_importing.acquire,
-        after_in_parent=_importing.release,
-        after_in_child=_importing.release,
+        before=_import_lock.acquire,
+        after_in_parent=_import_lock.release,
+        after_in_child=_import_lock.release,
     )

@@ -1,4 +1,4 @@
-"""What a part does in the process that launches: each part may have a `LaunchSide`."""
+"""The contract for parts in the process that launches: each part may have a `LaunchSide`."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from ..transport.job import Job
 
 
 class CellPlace(Protocol):
-    """Where cells run instead of in new ranks."""
+    """A place for cells other than new ranks."""
 
     @property
     def variables(self) -> Iterable[str]:
-        """The names that a cell finds there beside the notebook's."""
+        """The names that a cell can use there besides those of the notebook."""
 
     def run(self, plan: Plan) -> Any:
-        """Run a cell there, and return its `Run`. Raises what `nbtrain.launch` does."""
+        """Run a cell there, and return its `Run`. Raises the errors of `nbtrain.launch`."""
 
 
 class Companion:
-    """What goes along with a run in the process that watches it; a part overrides what it needs."""
+    """Takes part in a run, in the process that watches it. A part overrides what it needs."""
 
     holds_screen = False
-    """Whether nothing else may be drawn now."""
+    """Whether the board may not be drawn now."""
 
     def attend(self, state: RunState) -> bool:
-        """Do what is due; return whether to be asked again in some ms: somebody types."""
+        """Do the next work; return whether to be called again in a few ms, as a user types."""
         return False
 
     def notes(self) -> Sequence[ev.Event]:
-        """Return events for the run since the last call."""
+        """Return new events for the run since the last call."""
         return ()
 
     def ranks_ended(self) -> None:
-        """Let go of ranks: all of an attempt have ended."""
+        """Release what belongs to the ranks of an attempt; all of them have ended."""
 
     def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> Sequence[ev.Event]:
-        """Hear how the run ended, just before that is written; return events that precede it.
+        """Handle the end of the run just before it is recorded; return events to record first.
 
-        Where this takes long, ask whether a stop `is_pressed` meanwhile.
+        Long work should check whether the user presses stop again (`is_pressed`).
         """
         return ()
 
 
 class LaunchSide:
-    """A part's side of a launch; a part overrides what it needs."""
+    """What a part does in a launch. A part overrides what it needs."""
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan. Raises `NbtrainError`; nothing was started."""
+        """Check a plan before anything is started. Raises `NbtrainError` to refuse it."""
 
     def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
-        """Return the engine that starts the ranks, by default the one that was chosen.
+        """Return the engine that starts the ranks, by default `engine`.
 
-        Raises `NbtrainError`; nothing was started.
+        Raises `NbtrainError` to refuse the plan.
         """
         return engine
 
     def findings(self, plan: Plan, device: str, engine: Engine) -> Iterable[Finding]:
-        """Return what may go wrong with a plan that is resolved, and what refuses it."""
+        """Return findings about a resolved plan, also those that refuse it."""
         return ()
 
     def place(self, options: Namespace) -> CellPlace | None:
-        """Return where a cell with these options runs, if not in new ranks. Raises `PlanError`."""
+        """Return the place for a cell with these options; None: new ranks. Raises `PlanError`."""
         return None
 
     def before_cell(
@@ -81,32 +81,32 @@ class LaunchSide:
         failures: Mapping[int, int],
         options: Namespace,
     ) -> None:
-        """Do something with a cell that is about to run. Raises `PlanError`.
+        """Handle a cell that will run next. Raises `PlanError`.
 
-        `raw` is its text, `history` has the texts of the cells before it, and `failures` the line
-        at which a cell failed, by the cell's number.
+        `raw` is its text, and `history` has the texts of the cells before it. `failures` maps the
+        number of each cell that failed to the line of its error.
         """
 
     def debug(self, error: BaseException) -> bool:
-        """Open ``%debug`` for an exception of a rank; False if it is not this part's."""
+        """Open ``%debug`` for an exception of a rank; return False if this part cannot."""
         return False
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        """Return what goes along with a run; called before its ranks start."""
+        """Return the part's companion of a run. Called before the ranks start."""
         return None
 
 
 @functools.cache
 def launch_sides() -> tuple[LaunchSide, ...]:
-    """Return the sides of all parts."""
+    """Return the launch sides of all parts."""
     return tuple(
         part.load(each.launch_side)() for each in part.parts().values() if each.launch_side
     )
 
 
 def companions(job: Job, engine: Engine, request_stop: Callable[[str], None]) -> list[Companion]:
-    """Return all that goes along with a run."""
+    """Return the companions of a run."""
     found = (side.companion(job, engine, request_stop) for side in launch_sides())
     return [each for each in found if each is not None]

@@ -1,14 +1,16 @@
-"""Turns a plan into a finished run: resolve, check, prepare, execute, raise.
+"""Turns a plan into a finished run: resolves it, checks it, prepares its engine, and executes it.
 
-`run_plan` has the five steps; `execute` starts the ranks and watches them to their end.
+`run_plan` has these steps; `execute` starts the ranks and watches them until they end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,29 +51,62 @@ from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_from_the_rank
 from ..worker import api, nested_launches
-from . import background
+from . import background, limits
 from .follower import Follower
 from .launch_sides import launch_sides
-from .refusals import refusals_kept
 from .restarts import run_attempts
-from .run import Run, conclude, draw_live, earlier, going_on, let_go, remember
+from .run import (
+    Run,
+    background_runs,
+    draw_live,
+    mark_finished,
+    previous_curve,
+    prune_old_runs,
+    set_last_run,
+)
 from .run_info import manifest
 from .supervisor import Interrupts, Supervisor
 
-SPARED = 8
-"""Tasks of live ranks between two looks at old folders."""
-
-_NOBODY_DEBUGS = Finding(
+_NO_DEBUGGER = Finding(
     "no-debugger",
     "--debug has no effect here: the debugger needs ranks on this host, and a notebook or a "
     "terminal in which you can type.",
 )
 
-START_PATIENCE = 20.0
-"""Seconds that a cell waits until the ranks of a run in the background were started."""
+_NO_ADDRESS = Finding(
+    "no-address",
+    "--notify has an empty address, so no message is sent there.",
+    "Check the variable or the expression that gives it.",
+)
+
+_LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")
+"""Keys of the manifest that are logged. The manifest has only the names of `env`."""
+
+_refusals: list[str] = []
+"""Why launches of the running cell were refused. Code that catches the error would hide it."""
 
 
-@refusals_kept()
+@contextlib.contextmanager
+def record_refusals() -> Iterator[None]:
+    """Remember why a launch in this block was refused, for `take_refusals`."""
+    try:
+        yield
+    except (PlanError, PreflightError) as error:
+        text = f"{type(error).__name__}: {error}"
+        is_of_cell = threading.current_thread() is threading.main_thread()
+        if is_of_cell and text not in _refusals:  # `launch` and `run_plan` both raise it
+            _refusals.append(text)
+        raise
+
+
+def take_refusals() -> list[str]:
+    """Return why launches were refused since the last call."""
+    refusals = _refusals.copy()
+    _refusals.clear()
+    return refusals
+
+
+@record_refusals()
 def launch(
     function: Callable[..., Any],
     /,
@@ -188,7 +223,7 @@ def launch(
     return run_plan(Plan(call, call.name, **plan_fields(given)), notes)
 
 
-@refusals_kept()
+@record_refusals()
 def notebook_launcher(
     function: Callable[..., Any],
     args: Any = (),
@@ -257,7 +292,7 @@ def notebook_launcher(
 
 
 def _requested_port(use_port: str | int | None) -> int | None:
-    """Return the port the caller chose; Accelerate's default is no choice."""
+    """Return the port that the caller chose; None for Accelerate's default."""
     text = "" if use_port is None else str(use_port)
     if text in ("", "0", "29500"):
         return None
@@ -266,21 +301,21 @@ def _requested_port(use_port: str | int | None) -> int | None:
     return int(text)
 
 
-@refusals_kept()
+@record_refusals()
 @launch_log.record_launch()
 def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | None = None) -> Run:
-    """Resolve a plan, check it, prepare its engine, execute it; return the run, or raise its error.
+    """Resolve a plan, check it, prepare its engine and execute it; return the run.
 
-    A run in the background is returned as soon as its ranks were started. `engine` is what runs
-    it, where the plan does not say: live ranks.
+    A background run is returned when its ranks have started. `noticed` are findings of the caller,
+    and `engine` is an engine that the plan cannot name: live ranks. Raises the error of the run.
     """
     if api.active is not None:
         raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
     for side in launch_sides():
         side.check(plan)
-    plan, findings = _configured(plan)
-    plan, counted = _counted(plan)
-    findings += [*counted, *noticed]
+    plan, findings = _apply_config(plan)
+    plan, notes = _replace_zero_ranks(plan)
+    findings += [*notes, *noticed]
     engine = engine or engines.choose(plan)
     task_values.keep_references(plan.task)
     try:
@@ -291,25 +326,25 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         findings += _check(plan, device, engine)
         engine.prepare(plan.hide_notify_addresses())
         findings += engine.notes
-        is_answered = not plan.is_background and engine.name != "ray" and prompts.find() is not None
-        if plan.debug and not is_answered:
-            findings.append(_NOBODY_DEBUGS)
+        has_prompt = not plan.is_background and engine.name != "ray" and prompts.find() is not None
+        if plan.debug and not has_prompt:
+            findings.append(_NO_DEBUGGER)
         for finding in findings:
-            LOGGER.info("note: %s", finding.shown)
+            LOGGER.info("note: %s", finding.full_text)
         if plan.is_background:
             return _start_in_background(plan, device, engine, findings)
         with Interrupts(wanted=not engine.runs_in_kernel) as interrupts:
             job, state = make_job(plan, device, engine, findings)
-            if is_answered:
+            if has_prompt:
                 job = replace(job, unanswered="")
             supervisor = Supervisor(job.folder, state, plan, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
-            ask = partial(stacks.read_stacks, job.folder, range(job.world_size))
-            display = _display(plan, engine, partial(select.choose, plan.view, stop, ask))
+            read_stacks = partial(stacks.read_stacks, job.folder, range(job.world_size))
+            display = _display(plan, engine, partial(select.choose, plan.view, stop, read_stacks))
             run = execute(job, engine, supervisor, display, interrupts)
-            spared = SPARED if engine.ranks_stay else 0
-            let_go(job.folder, lambda: interrupts.count > 0, spared=spared)
-    except OSError as failure:  # out of descriptors, most likely
+            every = limits.PRUNE_EVERY_TASKS if engine.ranks_stay else 1
+            prune_old_runs(job.folder, lambda: interrupts.count > 0, every=every)
+    except OSError as failure:  # most likely out of descriptors
         raise LaunchError(f"the run could not be started: {failure}") from failure
     finally:
         engine.discard()
@@ -328,10 +363,10 @@ def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Disp
     return select.with_outputs(choose(inline=engine.runs_in_kernel))
 
 
-def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
-    """Take a number of processes of 0, of which one counted GPUs that are not there, for none.
+def _replace_zero_ranks(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """Replace 0 processes, the number of GPUs on a host without any, by the default.
 
-    Raises `PlanError` where there are GPUs.
+    Raises `PlanError` on a host with GPUs.
     """
     if plan.num_processes != 0:
         return plan, []
@@ -342,8 +377,8 @@ def _counted(plan: Plan) -> tuple[Plan, list[Finding]]:
     return replace(plan, num_processes=None), [Finding("no-gpus", f"{text}.", remedy)]
 
 
-def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
-    """Fill in the plan's config file. Raises `PlanError` for one that cannot be used."""
+def _apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """Apply the plan's config file. Raises `PlanError` if it cannot be used."""
     try:
         return config_file.apply_config(plan)
     except PlanError as error:
@@ -355,40 +390,26 @@ def _configured(plan: Plan) -> tuple[Plan, list[Finding]]:
 def execute(
     job: Job, engine: Engine, supervisor: Supervisor, display: Display, interrupts: Interrupts
 ) -> Run:
-    """Start the ranks, watch them to their end, and return the run with what they left.
+    """Start the ranks, watch them until they end, and load their results; return the run.
 
-    What goes wrong is in ``run.exception``; nothing of it is raised.
+    Raises nothing: ``run.exception`` has the error.
     """
-    run = Run(job.folder, supervisor.state, watcher=supervisor, home=ResultReceiver(job.plan))
-    remember(run)
+    run = Run(job.folder, supervisor.state, watcher=supervisor, receiver=ResultReceiver(job.plan))
+    set_last_run(run)
     drawing = select.GuardedDisplay(display)
     supervisor.show = drawing.update
     error = run_attempts(engine, job, supervisor, interrupts)
-    run.bring_home()  # before the board is drawn for the last time
+    run.bring_home()  # first, so that the board can show it
     drawing.finish(supervisor.state, clock.now())
-    conclude(run, error)
+    mark_finished(run, error)
     return run
 
 
 def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
-    """Return everything to mind about a launch. Raises `PreflightError` or `PlanError`."""
-    return [
-        *config_file.check_device(plan, device),
-        *(_check_alone(plan, device) if engine.checks_host else ()),
-        *_check_task(plan, device, engine),
-        *([_NO_ADDRESS] if "" in plan.notify else []),
-    ]
-
-
-_NO_ADDRESS = Finding(
-    "no-address",
-    "--notify has an empty address, so no message is sent there.",
-    "Check the variable or the expression that gives it.",
-)
-
-
-def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
-    """Return what may go wrong. Raises `PreflightError` for what is certain to."""
+    """Return all findings about a launch. Raises `PreflightError` or `PlanError`."""
+    findings = config_file.check_device(plan, device)
+    if engine.checks_host:
+        findings += _check_other_runs(plan, device)
 
     def bytes_built() -> int:
         loads = launch_log.attempt(
@@ -397,7 +418,7 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
         return sum(load.bytes for load in loads)
 
     on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
-    look = partial(
+    find = partial(
         lint,
         plan.task,
         device=device,
@@ -405,23 +426,20 @@ def _check_task(plan: Plan, device: str, engine: Engine) -> list[Finding]:
         ranks=plan.num_processes or 1,
         name_cell=cell_name,
     )
-    in_code = list(launch_log.attempt("the lint", look, ()))
-    if engine.ranks_stay:  # a later cell may call it
+    in_code = list(launch_log.attempt("the lint", find, ()))
+    if engine.ranks_stay:  # a later cell may call the function
         in_code = [finding for finding in in_code if finding.code != "not-called"]
-    of_parts = [found for side in launch_sides() for found in side.findings(plan, device, engine)]
-    return preflight.unless_refused([*on_host, *of_parts, *in_code])
+    from_parts = [each for side in launch_sides() for each in side.findings(plan, device, engine)]
+    findings += preflight.unless_refused([*on_host, *from_parts, *in_code])
+    return [*findings, _NO_ADDRESS] if "" in plan.notify else findings
 
 
-_LOGGED = ("name", "engine", "mixed_precision", "timeout", "max_restarts", "env", "scaling")
-"""What the log says of a plan, by the keys of the manifest: of `env`, it has the names alone."""
+def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
+    """Return a finding if another run of this kernel has not ended.
 
-
-def _check_alone(plan: Plan, device: str) -> list[Finding]:
-    """Return a finding if another run of this kernel goes on. On the same devices it is refused.
-
-    Raises `PreflightError`.
+    Raises `PreflightError` if both would use the same GPUs or TPU.
     """
-    others = going_on()
+    others = background_runs()
     if not others:
         return []
     other = f"Run {others[-1].folder.name} of this notebook is still running in the background"
@@ -443,24 +461,24 @@ def _check_alone(plan: Plan, device: str) -> list[Finding]:
 def _start_in_background(
     plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
 ) -> Run:
-    """Start a run that the cell does not wait for; return it once its ranks were started.
+    """Start a background run; return it when its ranks have started.
 
     Raises `LaunchError` if they cannot start.
     """
     job, state = make_job(plan, device, engine, findings)
-    let_go(job.folder, lambda: False)
+    prune_old_runs(job.folder, lambda: False)
     supervisor = None
     if engine.ranks_stay:
         background.start_in_thread(engine, job, state)
     else:
-        supervisor = background.start(engine, job, state, leash=not plan.detach)
+        supervisor = background.start(engine, job, state, ends_with_kernel=not plan.detach)
     follower = Follower(job.folder, supervisor)
-    home = ResultReceiver(plan)
-    run = Run(job.folder, state, watcher=follower, home=home)
-    remember(run, goes_on=True)
+    receiver = ResultReceiver(plan)
+    run = Run(job.folder, state, watcher=follower, receiver=receiver)
+    set_last_run(run, in_background=True)
     try:
-        home.remember()  # while the ranks start
-        started = follower.wait_for_ranks(START_PATIENCE)
+        receiver.remember()  # while the ranks start
+        started = follower.wait_for_ranks(limits.START_TIMEOUT_S)
     except KeyboardInterrupt:
         follower.start()
         run.stop("by an interrupt")
@@ -473,7 +491,7 @@ def _start_in_background(
     draw_live(run, plan.view)
     try:
         follower.start()
-    except LaunchError:  # a run that the notebook cannot see is not left behind
+    except LaunchError:  # no thread can follow the run, so end it
         follower.request_stop("because its kernel could not follow it")
         raise
     return run
@@ -482,12 +500,12 @@ def _start_in_background(
 def make_job(
     plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
 ) -> tuple[Job, RunState]:
-    """Make the run's folder; return what its ranks need, and the picture before they start."""
+    """Create the run's folder; return the ranks' job, and the run's state before they start."""
     world_size = plan.num_processes or 1
-    if not going_on():  # a run in the background keeps its time
+    if not background_runs():  # which would change the clock of a background run
         clock.synchronize()
     contents = manifest(plan, world_size, device, findings, engine.runs_in_kernel)
-    contents["earlier"] = None if plan.scaling else earlier(contents["name"])
+    contents["earlier"] = None if plan.scaling else previous_curve(contents["name"])
     job = Job(
         plan=plan,
         folder=run_folder.create(contents["name"], contents),

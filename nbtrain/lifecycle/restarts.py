@@ -23,22 +23,12 @@ from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from ..worker import checkpoints
 from ..worker.rank_sides import sides_of
-from . import imports_ahead
+from . import imports_ahead, limits
 from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
-"""Seconds before the second attempt, twice as many before each further one, and at most."""
-
-ROOM = 58
-"""The longest folder of temporary files in which sockets can be made: a path of one has 107 bytes,
-103 on macOS, and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
-
-SCRATCH = "nbtrain-"
-"""How the names of temporary folders of runs begin; the launcher's process is next."""
-
-ABANDONED = 86400.0
-"""Seconds after which such a folder goes whose launcher has ended."""
+SCRATCH_PREFIX = "nbtrain-"
+"""The start of the names of runs' temporary folders. The launcher's process number follows."""
 
 _MISTAKES = (
     "SyntaxError",
@@ -50,21 +40,22 @@ _MISTAKES = (
     "AttributeError",
     "TypeError",
 )
-"""What a function that never works raises before its first step, at every attempt."""
+"""Errors of a mistake in the code: before the first step, every attempt would raise them again."""
 
 
 def run_attempts(
     engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts
 ) -> BaseException | None:
-    """Start and watch, attempt after attempt, until the run is over.
+    """Start the ranks and watch them, attempt after attempt, until the run has ended.
 
-    Returns an exception that is at hand as such, not in the run folder.
+    Returns an exception of this process, such as a `LaunchError`. Those of the ranks are in the
+    run's folder.
     """
     supervisor.interrupts = interrupts
     supervisor.companions += companions(job, engine, supervisor.request_stop)
     job = replace(job, plan=job.plan.hide_notify_addresses())
     if not engine.ranks_stay:
-        job = replace(job, scratch=_scratch())
+        job = replace(job, scratch=_create_scratch())
     reaper: OrphanReaper | None = None
 
     def protect() -> None:
@@ -72,13 +63,13 @@ def run_attempts(
         if reaper is None and job.scratch and not engine.runs_in_kernel:
             reaper = OrphanReaper(job.scratch)
 
-    supervisor.look_at_cards()
+    supervisor.sample_gpu_memory()
     try:
         if not _import_ahead(engine, job, supervisor, interrupts):
             supervisor.finish()
             return None
         if engine.forks_kernel:
-            list(sides_of(job))  # imported once, before the ranks are copies of this process
+            list(sides_of(job))  # imports the parts once, before the forks
         while True:
             ranks = engine.start(job)
             try:
@@ -86,19 +77,17 @@ def run_attempts(
             finally:
                 ranks.close()
             state = supervisor.state
-            if not supervisor.has_failed or not is_worth_a_restart(state):
+            if not supervisor.has_failed or not can_restart(state):
                 break
             reason = (
                 f"attempt {state.attempt} of {state.attempts} failed: {describe_failure(state)}"
             )
             archive_attempt(job.folder, job.world_size, state.attempt)
             number = state.attempt + 1
-            if not supervisor.begin_again(
-                number, reason, seconds_before_restart(number), interrupts
-            ):
+            if not supervisor.begin_attempt(number, reason, restart_delay_s(number), interrupts):
                 break
             job = replace(job, attempt=number)
-    except BaseException as error:  # an interrupt too: written here, raised by the caller
+    except BaseException as error:  # an interrupt, too; the caller raises it
         code = error.code if isinstance(error, LaunchError) else ""
         supervisor.abort(f"{type(error).__name__}: {error}", code)
         return error
@@ -108,18 +97,19 @@ def run_attempts(
         if job.scratch:
             shutil.rmtree(job.scratch, ignore_errors=True)
             _delete_abandoned(Path(job.scratch).parent)
-    supervisor.look_at_cards()
+    supervisor.sample_gpu_memory()
     _note_unfinished_checkpoint(job, supervisor)
     supervisor.finish()
     if imports_ahead.is_on() and not engine.ranks_stay:
-        engine.import_ahead(job, imports_ahead.of_fresh_process())  # for the next run
+        engine.import_ahead(job, imports_ahead.fresh_process_modules())  # for the next run
     return ranks.error
 
 
 def _note_unfinished_checkpoint(job: Job, supervisor: Supervisor) -> None:
-    """Say that the last checkpoint is none, if all ranks are done and some never entered it."""
+    """Warn if all ranks succeeded, and some of them never entered the last checkpoint."""
     name = ""
-    with contextlib.suppress(OSError, ValueError):  # a file system in trouble: the run has ended
+    # A failing file system must not change the outcome.
+    with contextlib.suppress(OSError, ValueError):
         if all(rank.status == "done" for rank in supervisor.state.ranks):
             name = checkpoints.newest_incomplete(job.folder.checkpoints)
     if name:
@@ -131,23 +121,25 @@ def _note_unfinished_checkpoint(job: Job, supervisor: Supervisor) -> None:
 
 
 def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: Interrupts) -> bool:
-    """Import, once for all ranks, what they need; return False if the run was stopped meanwhile."""
+    """Import the ranks' modules once for all; return False if the run was stopped during that."""
     if engine.ranks_stay or not imports_ahead.is_on():
         return True
     if not engine.forks_kernel:
-        is_importing = engine.import_ahead(job, imports_ahead.of_fresh_process())
+        is_importing = engine.import_ahead(job, imports_ahead.fresh_process_modules())
         return supervisor.wait_while(is_importing, interrupts, imports_ahead.IMPORTING)
-    if not imports_ahead.are_for_ranks(job.plan.env):
-        pieces = imports_ahead.pieces()
+    if not imports_ahead.affects_imports(job.plan.env):
+        imports = imports_ahead.import_one_by_one()
 
-        def is_importing() -> bool:  # imports the next one, too
+        def is_importing() -> bool:  # each call imports a module
             try:
-                return next(pieces, None) is not None
+                return next(imports, None) is not None
             except KeyboardInterrupt:
-                signal.raise_signal(signal.SIGINT)  # for `interrupts`
+                signal.raise_signal(signal.SIGINT)  # `interrupts` counts it
                 return False
 
-        if not supervisor.wait_while(is_importing, interrupts, imports_ahead.IMPORTING, _no_pause):
+        if not supervisor.wait_while(
+            is_importing, interrupts, imports_ahead.IMPORTING, pause=lambda _seconds: None
+        ):
             return False
     if changed := imports_ahead.changed_variables(job.plan.env):
         supervisor.note(
@@ -161,52 +153,48 @@ def _import_ahead(engine: Engine, job: Job, supervisor: Supervisor, interrupts: 
     return True
 
 
-def _no_pause(_seconds: float) -> None:
-    """Wait for nothing: the imports take their time."""
-
-
-def room_for_sockets() -> str:
-    """Return the folder of temporary files, or /tmp where a path of a socket would be too long."""
+def socket_folder() -> str:
+    """Return the temporary folder, or /tmp if a socket's path in it would be too long."""
     usual = tempfile.gettempdir()
-    return usual if len(usual) <= ROOM else "/tmp"
+    return usual if len(usual) <= limits.MAX_TEMPDIR_CHARS else "/tmp"
 
 
-def _scratch() -> str:
+def _create_scratch() -> str:
     try:
-        return tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-", dir=room_for_sockets())
-    except OSError:  # a full disk: the run may not need it
+        return tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=socket_folder())
+    except OSError:  # the disk is full; most runs do not need it
         return ""
 
 
 def _delete_abandoned(parent: Path) -> None:
-    """Delete what launchers left that were killed before their ranks and their reaper were there.
+    """Delete empty folders of launchers that were killed before they had ranks and a reaper.
 
-    Empty folders, after a day: /tmp may be shared with a container, whose processes nobody sees.
+    A folder must be a day old: a container may share /tmp, and its processes are invisible here.
     """
-    with contextlib.suppress(OSError):  # out of descriptors: another launcher will
-        for path in parent.glob(f"{SCRATCH}*-*"):
-            pid = path.name.removeprefix(SCRATCH).partition("-")[0]
-            with contextlib.suppress(OSError):  # not empty, another user's, or gone by now
-                is_old = time.time() - path.lstat().st_mtime > ABANDONED
+    with contextlib.suppress(OSError):  # out of descriptors; another launcher does it later
+        for path in parent.glob(f"{SCRATCH_PREFIX}*-*"):
+            pid = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
+            with contextlib.suppress(OSError):  # not empty, of another user, or deleted
+                is_old = time.time() - path.lstat().st_mtime > limits.SCRATCH_KEPT_S
                 if is_old and pid.isdecimal() and process_identity(int(pid)) is None:
                     path.rmdir()
 
 
-def seconds_before_restart(number: int) -> float:
-    """Return the seconds before the `number`-th attempt: what was in the way may be gone then."""
-    return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (number - 2))
+def restart_delay_s(number: int) -> float:
+    """Return the seconds to wait before attempt `number`, so that a cause may disappear."""
+    return min(limits.MAX_RESTART_DELAY_S, limits.FIRST_RESTART_DELAY_S * 2.0 ** (number - 2))
 
 
-def is_worth_a_restart(state: RunState) -> bool:
-    """Whether there is another attempt, and the failure is none that it would only repeat."""
+def can_restart(state: RunState) -> bool:
+    """Whether an attempt is left, and could succeed."""
     if state.attempt >= state.attempts:
         return False
-    began = any(_has_begun(rank) for rank in state.ranks)
-    return began or not all(rank.error_type in _MISTAKES for rank in find_causes(state))
+    has_trained = any(map(_has_made_step, state.ranks))
+    return has_trained or not all(rank.error_type in _MISTAKES for rank in find_causes(state))
 
 
 def describe_failure(state: RunState) -> str:
-    """Return why an attempt failed: the first failure that is no echo of another."""
+    """Return why an attempt failed: the first failure that another did not cause."""
     failed = find_causes(state)
     if not failed:
         return "no rank reported why"
@@ -214,7 +202,7 @@ def describe_failure(state: RunState) -> str:
     return f"rank {first.rank}: {describe_rank_failure(first, state)}"
 
 
-def _has_begun(rank: RankState) -> bool:
-    """Whether a rank got beyond its first step."""
+def _has_made_step(rank: RankState) -> bool:
+    """Whether a rank has made a step."""
     steps = rank.progress.steps if rank.progress is not None else 0
     return steps > 0 or any(bar.n > 0 for bar in rank.bars.values()) or rank.step is not None

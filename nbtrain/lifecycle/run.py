@@ -1,4 +1,4 @@
-"""`Run`: what the user holds of a run, with its values, logs, failure and state."""
+"""`Run`: the user's view of a run, with its values, logs, failure and state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..tracking.replay import read_state
 from ..tracking.run_folder import RunFolder, find
 from ..tracking.state import RankState, RunState
 from ..transport import result_pickler
-from ..transport.weights import receiver as home
+from ..transport.weights import receiver as weights
 from ..transport.weights.receiver import ResultReceiver
 from ..ui.board import board
 from ..ui.card import Card, card
@@ -38,26 +38,21 @@ from ..ui.displays.html_display import Display, execution_count
 from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
 from ..ui.summary import Summary, as_dict, summary
-from .follower import TICK, Follower, following
+from . import limits
+from .follower import Follower, shared_follower
 from .run_info import frame, run_info
 from .supervisor import Interrupts, Supervisor
 
-SMALL = 1 << 20
-"""Bytes of a result that is held in memory as soon as its run is over."""
-
-OUTLINES = 20
-"""Names of runs whose last curve is kept."""
-
 _last: Run | None = None
 _last_pid: int | None = None
-_unpruned = 0
-"""Runs since the oldest folders were deleted last."""
+_runs_since_pruning = 0
+"""Runs since the last call of `pruning.prune`."""
 
-_outlines: dict[str, dict[str, Any]] = {}
-"""The main curve of the last run of each name, for the next one's board."""
+_previous_curves: dict[str, dict[str, Any]] = {}
+"""The main curve of the last run of each name, for the board of the next one."""
 
-_behind: list[Run] = []
-"""Runs that go on behind their cells, or did when last looked at: also those nobody holds."""
+_background_runs: list[Run] = []
+"""Background runs that had not ended at the last check, also without another reference."""
 
 
 class Run:
@@ -80,17 +75,17 @@ class Run:
         state: RunState,
         *,
         watcher: Supervisor | Follower | None = None,
-        home: ResultReceiver | None = None,
+        receiver: ResultReceiver | None = None,
     ) -> None:
         self._folder = folder
         self._state = state
         self._watcher = watcher
-        self._home = home
-        self._mark = _marked(folder) if home is not None else None
-        self._homing = threading.Lock()
+        self._receiver = receiver
+        self._mark = _create_mark(folder) if receiver is not None else None
+        self._load_lock = threading.Lock()
         self._launcher_thread = threading.get_ident() if isinstance(watcher, Supervisor) else None
         self._results: dict[int, Any] = {}
-        self._small: dict[int, bytes] = {}
+        self._small_results: dict[int, bytes] = {}
         self._error: BaseException | None = None
         self._drawn_in: int | None = None
 
@@ -118,7 +113,7 @@ class Run:
     @property
     def state(self) -> RunState:
         """The present state: `status`, `ranks`, `elapsed(now)` and more. It is immutable."""
-        watcher = self._watcher  # another thread may let go of it
+        watcher = self._watcher  # another thread may set it to None
         return watcher.state if watcher is not None else self._state
 
     @property
@@ -136,33 +131,28 @@ class Run:
 
     def _result(self, rank: int) -> Any:
         if rank not in self._results:
-            file = self._open_result(rank)
-            if file is None:
+            file: IO[bytes]
+            try:
+                small = self._small_results.get(rank)
+                path = self._folder.result(rank)
+                file = open_regular(path) if small is None else io.BytesIO(small)
+            except FileNotFoundError:
+                self._folder.check_exists()
                 return None
             try:
                 with file:
                     self._results[rank] = result_pickler.load(file)
             except (pickle.UnpicklingError, EOFError, MemoryError) as error:
-                path = self._folder.result(rank)
                 raise NbtrainError(f"{path} is damaged: {error or 'it ends too early'}") from error
         return self._results[rank]
 
-    def _open_result(self, rank: int) -> IO[bytes] | None:
-        if rank in self._small:
-            return io.BytesIO(self._small[rank])
-        try:
-            return open_regular(self._folder.result(rank))
-        except FileNotFoundError:
-            self._folder.check_exists()
-            return None
-
-    def _keep_results(self) -> None:
-        """Have small results in memory, so that the folder may go; keep it for large ones."""
+    def _keep_small_results(self) -> None:
+        """Read small results into memory, so that the folder may be pruned. Large ones keep it."""
         is_needed = False
         for rank in range(self.state.world_size):
             with contextlib.suppress(OSError):
-                if self._folder.result(rank).stat().st_size <= SMALL:
-                    self._small[rank] = read_regular(self._folder.result(rank))
+                if self._folder.result(rank).stat().st_size <= limits.MAX_RESULT_IN_MEMORY_BYTES:
+                    self._small_results[rank] = read_regular(self._folder.result(rank))
                 else:
                     is_needed = True
         if self._mark is not None and not is_needed:
@@ -172,7 +162,7 @@ class Run:
     def out(self) -> dict[str, Any]:
         """The variables that ``--out`` (`out`) copied back, by name."""
         self._folder.check_exists()
-        return home.values(self._folder, self._home)
+        return weights.values(self._folder, self._receiver)
 
     def load(self, model: Any = None, name: str | None = None) -> None:
         """Load the weights that the run saved last into a model, in place: all of them, or none.
@@ -184,19 +174,19 @@ class Run:
         Raises:
             NbtrainError: the run saved no such weights, or they do not fit. Nothing is changed.
         """
-        with _whole():
-            home.load(self._folder, self.state, self._home, model, name)
+        with _uninterruptible():
+            weights.load(self._folder, self.state, self._receiver, model, name)
 
     def bring_home(self) -> None:
-        """Take what ranks left for the notebook, once, if the run has succeeded.
+        """Load the trained weights and the variables of a run that succeeded, once.
 
-        Where the disk could not take all of it, take the rest.
+        If the disk was too full for all of them, load the others.
         """
-        with self._homing:
+        with self._load_lock:
             state = self.state
             in_part = state.status == "failed" and state.code == RESULTS_LOST
-            if self._home and self._watcher and (state.status == "succeeded" or in_part):
-                self._watcher.state = self._home.take(self._folder, self.state)
+            if self._receiver and self._watcher and (state.status == "succeeded" or in_part):
+                self._watcher.state = self._receiver.take(self._folder, self.state)
 
     @property
     def exception(self) -> BaseException | None:
@@ -350,22 +340,22 @@ class Run:
         for a run in the background, not the run.
         """
         self._follow()
-        watcher = self._watcher  # another thread may let go of it
+        watcher = self._watcher  # another thread may set it to None
         if watcher is not None and not watcher.over.is_set():
-            with _whole() as interrupts:
-                # Interrupts are counted: one raised in a pump could lose a message to another cell.
+            with _uninterruptible() as interrupts:
+                # Interrupts are counted: one that is raised in the pump could lose a message.
                 pump = kernel_comms.find_pump(html_display.ipython_shell())
-                while not watcher.over.wait(TICK) and not interrupts.count:
+                while not watcher.over.wait(limits.POLL_INTERVAL_S) and not interrupts.count:
                     if pump is not None and not pump(listening_ids()):
                         pump = None
-        with _whole():
+        with _uninterruptible():
             self.bring_home()
         return self
 
     def _follow(self) -> None:
-        """Have the picture kept up to date, if the run goes on in another process."""
+        """Follow the run's folder, if another process watches the run."""
         if self._watcher is None and not self._state.is_over:
-            self._watcher = following(self._folder)
+            self._watcher = shared_follower(self._folder)
 
     def stop(self, how: str = "by run.stop()") -> None:
         """End the run as an interrupt does, and wait until it has ended.
@@ -377,7 +367,7 @@ class Run:
             how: who or what ended the run; the board shows it.
         """
         self._follow()
-        watcher = self._watcher  # another thread may let go of it
+        watcher = self._watcher  # another thread may set it to None
         if watcher is not None and not self.state.is_over:
             watcher.request_stop(how)
             if self._launcher_thread != threading.get_ident():
@@ -442,7 +432,7 @@ def _no_such_rank(rank: int, state: RunState) -> str:
 
 
 def draw_live(run: Run, view: str = "auto") -> bool:
-    """Draw a run in the background, from here to its end; False if nothing can be drawn so."""
+    """Draw a background run until its end; return False if this frontend cannot."""
     watcher = run._watcher
     if not isinstance(watcher, Follower):
         return False
@@ -451,86 +441,83 @@ def draw_live(run: Run, view: str = "auto") -> bool:
     guarded = select.GuardedDisplay(display)
     guarded.update(run.state, clock.now(run.state.clock_offset))
     watcher.show(guarded.update, guarded.finish)
-    return type(display) is not Display  # that shows nothing
+    return type(display) is not Display  # the base class draws nothing
 
 
-def _marked(folder: RunFolder) -> Mark | None:
+def _create_mark(folder: RunFolder) -> Mark | None:
     try:
         return Mark(folder)
-    except OSError:  # a full disk: the run goes on, and other kernels may prune it once it is over
+    except OSError:  # the disk is full: other kernels may prune the run after its end
         return None
 
 
 @contextlib.contextmanager
-def _whole() -> Iterator[Interrupts]:
-    """Do something to its end, and raise `KeyboardInterrupt` after it: half of a model is none."""
+def _uninterruptible() -> Iterator[Interrupts]:
+    """Delay `KeyboardInterrupt` until the end of the block: half of a model is useless."""
     with Interrupts() as interrupts:
         yield interrupts
     if interrupts.count:
         raise KeyboardInterrupt
 
 
-def let_go(newest: RunFolder, is_over: Callable[[], bool], *, spared: int = 0) -> None:
-    """Let the oldest runs go, but for what is left once `is_over`.
-
-    Not where that was done at the end of one of the last `spared` runs.
-    """
-    global _unpruned
-    _unpruned += 1
-    if _unpruned > spared:
-        _unpruned = 0
+def prune_old_runs(newest: RunFolder, is_over: Callable[[], bool], *, every: int = 1) -> None:
+    """Delete the oldest runs that are not kept, until `is_over`; only on each `every`-th call."""
+    global _runs_since_pruning
+    _runs_since_pruning += 1
+    if _runs_since_pruning >= every:
+        _runs_since_pruning = 0
         pruning.prune(newest=newest, is_over=is_over)
 
 
 def last_run() -> Run | None:
     """Return the last run that this process launched, also if it failed; None before the first."""
-    return _last if _last_pid == os.getpid() else None  # a rank inherits the notebook's
+    return _last if _last_pid == os.getpid() else None  # a forked rank inherits the kernel's
 
 
-def last_folder() -> Path | None:
-    """Return the folder of the last run, to compare with later.
+def last_run_folder() -> Path | None:
+    """Return the folder of the last run, for a comparison after the next one.
 
-    Where a cell fails, its error keeps the frames of the call, and all that they hold: the run of
-    before itself would be kept with this one's, and its own error, and so on to the first.
+    A caller must not keep the `Run`: the error of a cell that fails refers to the caller's frames,
+    so that each run and its error would keep the run before it in memory, back to the first.
     """
     run = last_run()
     return None if run is None else run.folder
 
 
-class NotRemembered:
-    """Makes the runs of its block none of the user's: `last_run` stays what it was.
+class PreserveLastRun:
+    """Sets `last_run` back after its block, unless the block raises: then the user needs that run.
 
-    Not where the block raises: the run which failed is then worth a look.
+    A class, so that no frame refers to the old run; see `last_run_folder`.
     """
 
     def __enter__(self) -> None:
-        self._before = last_run()  # in no frame: see `last_folder`
+        self._before = last_run()
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         before, self._before = self._before, None
         if kind is None and before is not None:
-            remember(before)
+            set_last_run(before)
 
 
-def remember(run: Run, goes_on: bool = False) -> None:
-    """Make `run` the one that `last_run` returns; it may be one that goes on behind its cell."""
+def set_last_run(run: Run, in_background: bool = False) -> None:
+    """Make `last_run` return `run`. With `in_background`, also list it in `background_runs`."""
     global _last, _last_pid
     _last, _last_pid = run, os.getpid()
-    if goes_on:
-        _behind.append(run)
+    if in_background:
+        _background_runs.append(run)
 
 
-def conclude(run: Run, error: BaseException | None) -> None:
-    """Take note that the launcher watched a run to its end, in the present cell."""
+def mark_finished(run: Run, error: BaseException | None) -> None:
+    """Complete a run that the present cell watched to its end."""
     run._error = error
-    with run._homing:  # who waits for the run in another thread may be taking its results
-        run._state, run._watcher = run.state, None  # IPython keeps what a cell returns in `Out`
+    with run._load_lock:  # another thread may be in `bring_home`
+        run._state, run._watcher = run.state, None  # `Out` of IPython keeps the run
     run._drawn_in = execution_count()
-    run._keep_results()
-    _remember_curve(run)
+    run._keep_small_results()
+    _keep_curve(run)
 
 
-def _remember_curve(run: Run) -> None:
+def _keep_curve(run: Run) -> None:
     """Keep the main curve of a run, if it has one."""
     state, curves = run.state, run.state.curves.all
     metric = main_metric(name for name in curves if name not in RATES)
@@ -542,18 +529,18 @@ def _remember_curve(run: Run) -> None:
         (x, float(f"{y:.5g}"))
         for x, y in spread_evenly(points, tracking_limits.MAX_PREVIOUS_POINTS - 1)
     ]
-    _outlines.pop(state.name, None)
-    _outlines[state.name] = {"title": title, "metric": metric, "points": rounded}
-    while len(_outlines) > OUTLINES:
-        del _outlines[next(iter(_outlines))]
+    _previous_curves.pop(state.name, None)
+    _previous_curves[state.name] = {"title": title, "metric": metric, "points": rounded}
+    while len(_previous_curves) > limits.MAX_PREVIOUS_CURVES:
+        del _previous_curves[next(iter(_previous_curves))]
 
 
-def earlier(name: str) -> dict[str, Any] | None:
-    """Return the main curve of this process's last run of a name, for a manifest."""
-    return _outlines.get(name) if _last_pid == os.getpid() else None
+def previous_curve(name: str) -> dict[str, Any] | None:
+    """Return the main curve of the last run of this name in this process, for a manifest."""
+    return _previous_curves.get(name) if _last_pid == os.getpid() else None
 
 
-def going_on() -> list[Run]:
-    """Return the runs of this process that go on in the background."""
-    _behind[:] = [run for run in _behind if not run.state.is_over]
-    return list(_behind)
+def background_runs() -> list[Run]:
+    """Return the background runs of this process that have not ended."""
+    _background_runs[:] = [run for run in _background_runs if not run.state.is_over]
+    return list(_background_runs)

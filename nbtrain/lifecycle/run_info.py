@@ -1,4 +1,4 @@
-"""Reads a run at a glance: its manifest from before the start, and its digest from the end."""
+"""Makes the manifest of a run before its start, and reads a summary from the ends of its files."""
 
 from __future__ import annotations
 
@@ -29,62 +29,47 @@ from ..tracking.overview.epochs import main_metric
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
 from ..tracking.state import outcome
-
-CELLS = 1000
-"""How many cells a run can name where its stacks are read, the last ones."""
-
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of a rank's events among which its last numbers are looked for."""
-
-MOST_RANKS = 16
-"""Ranks of which the last numbers are read, and averaged."""
-
-ENTRIES = 50
-"""Entries of a dict that count as parameters, the first ones."""
+from . import limits
 
 _UNNAMED = re.compile(r"argument\d+")
-
-_LONGEST = 200
-"""Characters of a text that still counts as a parameter, not as data."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run at a glance.
-
-    `status` is that of the run's state, and `outcome` says more where a result is wrong; `created`
-    is in seconds since the epoch, `seconds` None while nobody knows how long it took.
-    `mixed_precision` is what the ranks trained in, or what was asked for where that is not known;
-    `parameters` are the plain arguments of the training function, `metrics` the means over ranks
-    of what each said last.
-    """
+    """The summary of a run in lists of runs. ``nbtrain runs --json`` prints its fields."""
 
     name: str
     status: str
     outcome: str
+    """The status, with what makes the result wrong, if anything does."""
     created: float
+    """Seconds since 1970."""
     ranks: int
     seconds: float | None = None
+    """From the creation to the end; None if the run has not ended, or its end is unknown."""
     engine: str = ""
     mixed_precision: str = ""
+    """The precision that the ranks reported, or the plan's if they reported none."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The plain arguments of the training function."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last values, as means over the ranks."""
     number: int | None = None
-    """By which people call it: ``train #12``."""
+    """12 for a run that is shown as ``train #12``."""
     title: str = ""
-    """What ran: ``train(model)``, or the name that the user gave."""
+    """``train(model)``, or the name that the user chose."""
     result: str = ""
-    """What rank 0 returned, in short."""
+    """A short form of the return value of rank 0."""
     lately: tuple[float, ...] = ()
     """The last values of the main metric of rank 0."""
     clock_offset: float | None = None
-    """By which `created` counts; see `RunState`."""
+    """The offset of the clock of `created`; see `RunState`."""
 
 
 def run_info(folder: RunFolder) -> RunInfo:
-    """Read a run's digest from its folder; a few blocks, whatever it wrote.
+    """Read a run's summary from its manifest and the last 64 KiB of its event files.
 
-    Raises `FileNotFoundError` where there is no run, `NbtrainError` where it cannot be read.
+    Raises `FileNotFoundError` if there is no run, and `NbtrainError` if it cannot be read.
     """
     manifest = folder.read_manifest()
     state = initial_state(manifest, folder.manifest)
@@ -95,7 +80,7 @@ def run_info(folder: RunFolder) -> RunInfo:
     else:
         status, flaw, seconds = "running" if is_watched(folder) else "lost", "", None
     given = manifest.get("parameters")
-    ranks = range(min(state.world_size, MOST_RANKS))
+    ranks = range(min(state.world_size, limits.MAX_RANKS_READ))
     tails = [_tail(folder.events(rank)) for rank in ranks]
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
@@ -125,14 +110,14 @@ def run_info(folder: RunFolder) -> RunInfo:
 
 
 def _tail(path: Path) -> list[ev.Event]:
-    events = map(ev.from_line, last_bytes(path, TAIL_BYTES).split(b"\n"))
+    events = map(ev.from_line, last_bytes(path).split(b"\n"))
     return [event for event in events if event is not None]
 
 
 def manifest(
     plan: Plan, world_size: int, device: str, findings: Sequence[Finding], in_kernel: bool = False
 ) -> dict[str, Any]:
-    """Return the manifest of a run: all that is known before it starts."""
+    """Return the manifest of a run, which its folder has from the start."""
     import torch
 
     return {
@@ -155,7 +140,7 @@ def manifest(
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "findings": [{"code": each.code, "text": each.shown} for each in findings],
+        "findings": [{"code": each.code, "text": each.full_text} for each in findings],
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
         "returns": [] if in_kernel else [*synced_objects(plan), *plan.out],
@@ -164,33 +149,33 @@ def manifest(
 
 
 def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
-    """Return what to say if a rank is killed for want of memory: what each loads for itself."""
+    """Return the explanation of a rank that runs out of memory: the models that each one loads."""
 
-    def look() -> Sequence[str]:
+    def explain() -> Sequence[str]:
         loads = build_estimate.find_loads(plan.task)
         return build_estimate.explain(loads, ranks, host.memory().available) if loads else ()
 
-    return launch_log.attempt("the estimate", look, ())
+    return launch_log.attempt("the estimate", explain, ())
 
 
 def _cells(plan: Plan) -> dict[str, str]:
-    """Return the names of cells by those of their files; IPython 7 keeps none, but this one's."""
-    numbers = dict(list(cell_numbers().items())[-CELLS:])
+    """Return the name of each cell, by its file name. IPython 7 only knows the present cell."""
+    numbers = dict(list(cell_numbers().items())[-limits.MAX_NAMED_CELLS :])
     if isinstance(plan.task, Cell) and plan.task.number is not None:
         numbers[plan.task.filename] = plan.task.number
     return {file: f"In[{number}]" for file, number in numbers.items()}
 
 
 def parameters(task: Task) -> dict[str, Any]:
-    """Return the plain arguments (numbers, short texts) a training function will get, by name.
+    """Return the plain arguments (numbers, short texts) of a training function, by name.
 
-    Those of a dict, such as a configuration, are ``config.lr``. Not those of ``*args``, which have
-    no name of their own: any may be a secret.
+    Entries of a dict, such as a configuration, are named ``config.lr``. Secrets are left out, and
+    so are ``*args``: without a name, any of them may be a secret.
     """
     values: dict[str, Any] = {}
     for name, value in arguments(task, with_defaults=True).items():
         values[name] = value
-        items = list(value.items())[:ENTRIES] if type(value) is dict else []
+        items = list(value.items())[: limits.MAX_PARAMETER_ENTRIES] if type(value) is dict else []
         values |= {f"{name}.{key}": each for key, each in items if type(key) is str}
     return {
         name: value
@@ -203,7 +188,7 @@ def parameters(task: Task) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     if issubclass(type(value), str):
-        return str.__len__(value) <= _LONGEST
+        return str.__len__(value) <= limits.MAX_PARAMETER_CHARS
     if type(value) is int:
         return value.bit_length() < 64
     return type(value) in (type(None), bool, float)
@@ -213,21 +198,22 @@ _COLUMNS = ("run", "status", "outcome", "created", "seconds", "ranks", "engine",
 
 
 def frame(saved_runs: Sequence[RunInfo]) -> Any:
-    """Return a row a run as a pandas DataFrame.
+    """Return a pandas DataFrame with a row for each run.
 
-    Columns are run, status, outcome, created (UTC), seconds, ranks, engine, mixed_precision, then a
-    column a parameter and a metric; a metric that is called like a parameter is ``NAME (last)``.
+    Its columns are run, status, outcome, created (UTC), seconds, ranks, engine, mixed_precision,
+    then one for each parameter and each metric. A metric with the name of a parameter is
+    ``NAME (last)``.
 
-    Raises `MissingExtra` where pandas is not installed.
+    Raises `MissingExtra` if pandas is not installed.
     """
     parameters = dict.fromkeys(name for run in saved_runs for name in run.parameters)
-    columns = {name: _apart(name, _COLUMNS, "given") for name in parameters}
+    columns = {name: _unique_column(name, _COLUMNS, "given") for name in parameters}
     rows = []
     for run in saved_runs:
         row = {"run": run.name} | {name: getattr(run, name) for name in _COLUMNS[1:]}
         row |= {columns[name]: value for name, value in run.parameters.items()}
         used = (*_COLUMNS, *parameters)
-        row |= {_apart(name, used, "last"): value for name, value in run.metrics.items()}
+        row |= {_unique_column(name, used, "last"): value for name, value in run.metrics.items()}
         rows.append(row)
     table = history.table(rows, "a table of runs", (*_COLUMNS, *columns.values()))
     import pandas as pd
@@ -236,5 +222,5 @@ def frame(saved_runs: Sequence[RunInfo]) -> Any:
     return table
 
 
-def _apart(name: str, used: Sequence[str], kind: str) -> str:
+def _unique_column(name: str, used: Sequence[str], kind: str) -> str:
     return f"{name} ({kind})" if name in used else name

@@ -1,6 +1,6 @@
-"""Decides when a run stops, and which ranks get which signal. No clock, file or process.
+"""Decides when a run stops, and which ranks get which signal, without a clock, file or process.
 
-The supervisor asks at each turn, with the time and the present picture, and carries out the answer.
+The supervisor passes the time and the run's state at each poll, and sends the signals.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from ..engines.base import SIGNALS, Action
 from ..findings import Finding
 from ..tracking.events import JOINING
 from ..tracking.state import RankState, RunState
+from . import limits
 
 Cause = Literal["failed", "interrupted", "timed out"]
 
-
 StopStep = tuple[float, Action]
-"""Seconds after the stop began, and what is sent then."""
+"""Seconds after the stop began, and the action of that moment."""
 
-# After a failure the others may report their own for a moment (the first seen need not be the
-# first that happened), then go. An interrupt leaves two seconds to save.
+# After a failure, the other ranks have a moment to report their own failures: the first that is
+# seen may not be the first that happened. An interrupt leaves two seconds to save.
 _ON_FAILURE: Sequence[StopStep] = ((0.2, "terminate"), (0.7, "kill"))
 _ON_REQUEST: Sequence[StopStep] = (
-    (0.0, "interrupt"),  # heard at the end of a step, or by nbtrain.should_stop()
-    (0.5, "interrupt"),  # heard anywhere, but where the code asks
-    (1.5, "interrupt"),  # heard anywhere
+    (0.0, "interrupt"),  # takes effect at the end of a step, or in should_stop()
+    (0.5, "interrupt"),  # takes effect anywhere, unless the code calls should_stop()
+    (1.5, "interrupt"),  # takes effect anywhere
     (2.0, "terminate"),
     (2.5, "kill"),
 )
-# Ranks that import libraries, or wait for each other, do so in calls in which they hear no
-# interrupt. Where no rank has trained, there is nothing to save.
+# Ranks that import libraries or wait for each other are in calls that no interrupt ends. If no rank
+# has trained, there is nothing to save.
 _ON_START: Sequence[StopStep] = ((0.0, "interrupt"), (0.4, "terminate"), (0.7, "kill"))
 STOP_POLICIES: dict[str, Sequence[StopStep]] = {
     "failed": _ON_FAILURE,
@@ -39,35 +39,18 @@ STOP_POLICIES: dict[str, Sequence[StopStep]] = {
     "starting": _ON_START,
     "abandoned": ((0.0, "interrupt"), (0.7, "terminate"), (1.0, "kill")),
 }
-"""The steps by the cause of the stop; 'starting' for a request while a rank has yet to begin or
-to join the others and none has trained, and 'abandoned' where nobody is there to wait any more."""
+"""The steps for each cause of a stop. 'starting' is a request while a rank has not begun, or not
+joined the others, and no rank has trained. 'abandoned' is a request after the kernel has ended."""
 
 LIVE_POLICIES: dict[str, Sequence[StopStep]] = {
     "failed": ((0.2, "interrupt"), (0.5, "interrupt"), (1.0, "interrupt")),
     "interrupted": ((0.0, "interrupt"), (0.5, "interrupt"), (1.5, "interrupt")),
 }
-"""The same for a task of live ranks, which stay: nothing is sent that ends a process."""
-
-STARTING = 60.0
-"""Seconds in which ranks may be starting yet. Later, one that has not reported its beginning may be
-one that could not: on a full disk, what ranks report is lost."""
-
-REPORT_GRACE = 2.0
-"""Seconds that a rank which is failing already has to report why."""
-
-ECHO_GRACE = 1.5
-"""Seconds that the others have to fail while every failure so far is that a rank lost its peers."""
-
-HOPELESS = 15.0
-"""Seconds after which a rank that not even SIGKILL ended is given up."""
-
-
-DEAF = 5.0
-"""Seconds after which live ranks that heard no interrupt are named."""
+"""The same for a task of live ranks. No signal ends their processes."""
 
 
 class StopSignal(NamedTuple):
-    """What is to be sent to which ranks, and why."""
+    """An action, the ranks that get it, and the reason."""
 
     action: Action
     ranks: frozenset[int]
@@ -75,7 +58,7 @@ class StopSignal(NamedTuple):
 
 
 class StopController:
-    """The state of a stop. Times are seconds of one monotonic clock."""
+    """Decides about one run. All times are seconds of one monotonic clock."""
 
     def __init__(
         self,
@@ -86,68 +69,70 @@ class StopController:
         ranks_stay: bool = False,
         failures_end: bool = True,
     ) -> None:
-        """Begin at `started`; `sees_training`: ranks report that they train by themselves.
+        """Begin at `started`.
 
-        `ranks_stay`: their processes outlive the run. Without `failures_end`, a rank that fails
-        does not end the others.
+        Args:
+            sees_training: ranks report by themselves that they train.
+            ranks_stay: the processes of the ranks outlive the run.
+            failures_end: a rank that fails ends the other ranks.
         """
         self.cause: Cause | None = None
-        """Why the ranks are being stopped; None as long as they are not."""
+        """Why the ranks are being stopped; None if they are not."""
         self.how = ""
-        """By what a requested stop was requested, or what the run was given up for."""
+        """Who requested the stop, or the text of the finding that ended the run."""
         self.code = ""
-        """Of the finding that the run was given up for."""
+        """The code of that finding."""
         self.requests = 0
-        """How often a stop was requested by `request`."""
+        """The number of calls of `request`."""
         self.is_hasty = False
-        """Whether nobody is there any more to wait for the ranks."""
+        """Whether the kernel has ended, so that no user waits for the ranks."""
         self._started, self._timeout = started, timeout
         self._attempt_started = started
         self._sees_training, self._ranks_stay = sees_training, ranks_stay
         self._failures_end = failures_end
         self._requested = ""
         self._given_up: Finding | None = None
-        self._sent: dict[int, set[int]] = {}  # rank -> return codes that our signals give
-        self._began = 0.0
-        self._delay = 0.0  # seconds by which the steps are late
+        self._sent: dict[int, set[int]] = {}  # rank -> the return codes of our signals
+        self._stop_began = 0.0
+        self._delay = 0.0  # seconds that the steps are late
         self._steps: list[StopStep] = []
 
     def request(self, how: str, *, hasty: bool = False) -> None:
-        """Ask for a stop; from any thread, any number of times. The first `how` counts."""
+        """Request a stop. Any thread may call this; the first `how` counts."""
         self._requested = self._requested or how
         self.requests += 1
         self.is_hasty = self.is_hasty or hasty
 
     def give_up(self, finding: Finding) -> None:
-        """Have the run end as one does that takes too long: it hangs."""
+        """Stop a run that hangs, in the way of a timeout."""
         self._given_up = self._given_up or finding
 
     def reset(self, now: float) -> None:
-        """Forget the stop of one attempt: another begins."""
+        """Forget the stop of one attempt, because another begins."""
         self.cause, self._sent, self._steps = None, {}, []
         self._attempt_started = now
 
     def decide(
         self, now: float, state: RunState, alive: Collection[int], *, pressed: bool, asked: str
     ) -> tuple[str, list[StopSignal]]:
-        """Return why a stop begins at this moment ('' if none does), and what is to be sent.
+        """Return why a stop begins now ('' if none begins), and the signals to send.
 
-        `pressed`: there was an interrupt since the last decision; `asked`: who asked for a stop by
-        the file in the run's folder, '' for nobody.
+        `pressed`: an interrupt came since the last decision. `asked`: who requested a stop by a
+        file in the run's folder, or ''.
         """
         begins, signals = "", list[StopSignal]()
         if self.cause is None:
             if alive or pressed:
                 begins = self.check(now, state, pressed=pressed, asked=asked)
-        elif pressed:  # a second time: no more patience; after a failure: and no other attempt
+        elif pressed:  # a second interrupt; after a failure it also prevents a restart
             self._requested = self._requested or "by an interrupt"
             signals += self._send("kill", alive, "a second interrupt")
         if self.cause is not None:
-            signals += self._due(now, state, frozenset(alive))
+            signals += self._due_signals(now, state, frozenset(alive))
         return begins, signals
 
     def check(self, now: float, state: RunState, *, pressed: bool, asked: str) -> str:
-        """Begin a stop if there is a cause for one; return its reason, or ''."""
+        """Begin a stop if there is a cause; return its reason, or ''."""
         failed = any(r.status in ("failing", "failed") for r in state.ranks)
         if failed and self._failures_end:
             return self._begin("failed", now, state)
@@ -163,40 +148,48 @@ class StopController:
             return self._begin("timed out", now, state)
         return ""
 
-    def is_hopeless(self, now: float) -> bool:
-        """Whether ranks outlived SIGKILL for long: in the grip of a driver or a file system."""
-        is_late = self.cause is not None and now - self._began > HOPELESS
+    def is_unkillable(self, now: float) -> bool:
+        """Whether ranks have outlived SIGKILL for long, blocked by a driver or a file system."""
+        is_late = self.cause is not None and now - self._stop_began > limits.UNKILLABLE_AFTER_S
         return is_late and not self._ranks_stay
 
-    def is_ignored(self, now: float) -> bool:
-        """Whether live ranks go on with a task although they were interrupted."""
-        return self._ranks_stay and self.cause is not None and now - self._began > DEAF
+    def is_unresponsive(self, now: float) -> bool:
+        """Whether live ranks continue a task long after an interrupt."""
+        return (
+            self._ranks_stay
+            and self.cause is not None
+            and now - self._stop_began > limits.UNRESPONSIVE_AFTER_S
+        )
 
-    def was_sent(self, rank: int, returncode: int | None) -> bool:
-        """Whether a rank that ended with this code died of a signal that it was sent."""
+    def ended_by_our_signal(self, rank: int, returncode: int | None) -> bool:
+        """Whether a rank that ended with this code died of a signal that nbtrain sent."""
         sent = self._sent.get(rank, set())
         return returncode in sent or (returncode is None and bool(sent))
 
     def verdict(
         self, state: RunState, rank: int, returncode: int | None, *, has_reported: bool
     ) -> str:
-        """Return how the end of a rank without a result counts: 'stopped' or 'failed'.
+        """Return whether a rank that ended without a result counts as 'stopped' or 'failed'.
 
-        `has_reported`: it left its exception.
+        `has_reported`: its exception is in the run's folder.
         """
         failed = state.ranks[rank]
         if has_reported:
             obeyed = failed.error_type == KeyboardInterrupt.__name__ or failed.has_lost_peers
             return "stopped" if self.cause in ("interrupted", "timed out") and obeyed else "failed"
         was_failing = self.cause == "failed" and state.ranks[rank].status == "failing"
-        return "stopped" if self.was_sent(rank, returncode) and not was_failing else "failed"
+        return (
+            "stopped"
+            if self.ended_by_our_signal(rank, returncode) and not was_failing
+            else "failed"
+        )
 
     def _begin(self, cause: Cause, now: float, state: RunState) -> str:
-        """Begin a stop; return its reason, as the board shows it."""
-        self.cause, self._began, self._delay = cause, now, 0.0
-        is_early = now - self._attempt_started < STARTING
+        """Begin a stop; return its reason for the board."""
+        self.cause, self._stop_began, self._delay = cause, now, 0.0
+        is_early = now - self._attempt_started < limits.STARTING_WINDOW_S
         is_early = is_early and not any(map(_has_trained, state.ranks))
-        # Of a rank that reports nothing by itself, nobody knows whether it has something to save.
+        # A rank that reports nothing by itself may have trained, and may have something to save.
         are_starting = any if self._sees_training else all
         is_starting = is_early and are_starting(map(_is_starting, state.ranks))
         policy = "starting" if is_starting and cause != "failed" else cause
@@ -212,23 +205,23 @@ class StopController:
             return f"the timeout of {self._timeout:g} s has passed; {rest}"
         return "a rank failed; the others are being stopped"
 
-    def _due(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
-        since, signals = now - self._began, list[StopSignal]()
-        if since < ECHO_GRACE and self._has_only_echoes(state):
+    def _due_signals(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
+        since, signals = now - self._stop_began, list[StopSignal]()
+        if since < limits.FAILURE_REPORT_TIMEOUT_S and self._has_only_echoes(state):
             self._delay = since
         since -= self._delay
         reporting = {r.rank for r in state.ranks if r.status == "failing"}
-        if self.cause != "failed" or since >= REPORT_GRACE:
+        if self.cause != "failed" or since >= limits.FAILURE_REPORT_TIMEOUT_S:
             reporting = set()
         reason = self.how or self.cause or ""
         while self._steps and since >= self._steps[0][0]:
             signals += self._send(self._steps.pop(0)[1], alive - reporting, reason)
-        if not self._steps and since >= REPORT_GRACE and not self._ranks_stay:
+        if not self._steps and since >= limits.FAILURE_REPORT_TIMEOUT_S and not self._ranks_stay:
             signals += self._send("kill", alive, reason)
         return signals
 
     def _has_only_echoes(self, state: RunState) -> bool:
-        """Whether each failed rank reports that it lost another, and none of those reported yet."""
+        """Whether every failed rank reports only that it lost its peers."""
         failed = [r for r in state.ranks if r.status in ("failing", "failed")]
         return self.cause == "failed" and all(r.has_lost_peers for r in failed)
 

@@ -1,7 +1,7 @@
 """Watches a run until its last rank has ended: events in, state out, signals to ranks.
 
-The one loop of nbtrain. It never blocks on a rank, and it survives an interrupt at any moment,
-because SIGINT only leaves a mark that the loop reads.
+Its loop never blocks on a rank. An interrupt at any moment is safe, because the SIGINT handler only
+counts, and the loop reads the count.
 """
 
 from __future__ import annotations
@@ -36,29 +36,9 @@ from ..tracking.reducers import fold
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, mark_stopping, recreate, stop_request
 from ..tracking.state import RunState
+from . import limits
 from .launch_sides import Companion
 from .stop_policy import StopController
-
-TICK = 0.1
-"""Seconds between two looks at the run folder, where no rank ends earlier; twice on a busy host."""
-
-TYPING = 0.02
-"""The same while somebody types to what goes along with the run, as a debugger."""
-
-ANSWER = 0.2
-"""Seconds that ranks have to show where they are before they are stopped; most take few ms."""
-
-LOOK = 2.0
-"""Seconds between two looks at the disk."""
-
-SHORT = 0.2
-"""Seconds of a task of live ranks before memory is measured: most are over by then."""
-
-RESTORE = 0.5
-"""Seconds between two looks at whether the run's folder is there."""
-
-RESERVED = 1 << 16
-"""Bytes that are kept free for the launcher's own events."""
 
 _LOST = (
     "The training continues. What the ranks print and report is lost until there is room again, "
@@ -73,31 +53,31 @@ _RECREATED = Finding(
 
 
 class Interrupts:
-    """Counts SIGINTs instead of raising KeyboardInterrupt somewhere; puts the old handler back.
+    """Counts SIGINTs in its block, instead of raising `KeyboardInterrupt` anywhere in it.
 
-    Where it is not `wanted` (the rank is this process), an interrupt does what it always does.
+    If it is not `wanted` (the rank is this process), an interrupt raises as usual.
     """
 
     def __init__(self, wanted: bool = True) -> None:
         self.count = 0
         self._wanted = wanted and threading.current_thread() is threading.main_thread()
-        self._old: Any = signal.getsignal(signal.SIGINT)  # None: not Python's, cannot be restored
+        self._old: Any = signal.getsignal(signal.SIGINT)  # None: set by C code
 
     def __enter__(self) -> Interrupts:
         if self._wanted and self._old is not None:
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._count)
         return self
 
     def __exit__(self, *_exc: object) -> None:
         if self._wanted and self._old is not None:
             signal.signal(signal.SIGINT, self._old)
 
-    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+    def _count(self, _signum: int, _frame: FrameType | None) -> None:
         self.count += 1
 
 
 class Supervisor:
-    """Drives one run from its start to its end. `state` is always the present picture."""
+    """Watches one run from its start to its end, and keeps its `state`."""
 
     def __init__(
         self, folder: RunFolder, state: RunState, plan: Plan, *, ranks_stay: bool = False
@@ -105,17 +85,17 @@ class Supervisor:
         self.state = state
         self.show: Callable[[RunState, float], None] = lambda _state, _now: None
         self.companions: list[Companion] = []
-        """What goes along with the run."""
+        """The parts' objects that take part in the run."""
         self.over = threading.Event()
         self.interrupts = Interrupts(wanted=False)
-        """Those of the loop that watches."""
+        """The interrupts of the loop."""
         self._folder, self._plan, self._ranks_stay = folder, plan, ranks_stay
         self._reader = Reader(folder, state.world_size)
-        self._writer = EventWriter(folder.launcher_events, RESERVED)
+        self._writer = EventWriter(folder.launcher_events, limits.RESERVED_BYTES)
         self._disk = DiskWatch(folder, self._writer)
         self._watchdog = HangWatchdog(folder, state.world_size, plan.hang_after)
         self._work = WorkComparison(state.world_size, folder.cells)
-        # Monotonic, as all times here: a clock that is set, or a laptop that slept, ends no run.
+        # Monotonic, so that setting the clock, or a laptop's sleep, does not end the run.
         self._stop = StopController(
             time.monotonic(),
             plan.timeout,
@@ -126,89 +106,96 @@ class Supervisor:
         self._exit_causes = ExitCauses(folder, ranks_stay=ranks_stay)
         self._retry_reason = ""
         self._presses = 0
-        self._restores = 0.0  # when the folder is looked for next
-        # Of the ranks of other nodes nothing is known here: no deadlock is certain.
+        self._next_folder_check = 0.0
+        # This host does not see ranks of other nodes, so no deadlock is certain.
         is_sure = plan.nodes is None or plan.on_hang != "deadlock"
         self._on_hang = plan.on_hang if is_sure else "report"
         self._places = ""
-        self._has_named = False
+        self._has_warned_unresponsive = False
 
     def request_stop(self, how: str, *, hasty: bool = False) -> None:
-        """Ask the loop to end the run; from any thread, any number of times. The first counts.
+        """Request that the loop end the run. Any thread may call this; the first call counts.
 
-        `how` is kept with the run, and shown: "by the Stop button". `hasty` leaves the ranks one
-        second, where nobody is there any more to wait for them.
+        `how` is recorded and shown: "by the Stop button". With `hasty`, the ranks have one second:
+        the kernel has ended, so no user waits for them.
         """
         self._stop.request(how, hasty=hasty)
 
     def watch(
         self, ranks: Ranks, interrupts: Interrupts, begun: Callable[[], None] = lambda: None
     ) -> None:
-        """Watch until every rank is gone, and what they wrote is read.
+        """Watch the ranks of one attempt until all have ended, and read what they wrote.
 
-        `begun` is called once the ranks had their first moment, unless they have ended by then.
+        After the first poll, `begun` is called, unless all ranks have ended by then.
         """
-        while ranks.alive and not ranks.pids and not self._stop.is_hopeless(time.monotonic()):
-            self._turn(ranks, interrupts)  # the nodes of a cluster have yet to come
+        while ranks.alive and not ranks.pids and not self._stop.is_unkillable(time.monotonic()):
+            self._poll(ranks, interrupts)  # a cluster has no room for the ranks yet
         now, nodes = clock.now(), ranks.nodes
-        self._note(
+        self._record(
             ev.Spawned(now, rank, pid, nodes.get(rank, "")) for rank, pid in ranks.pids.items()
         )
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
-        looks = 0.0  # when the disk is looked at next
-        measures = time.monotonic() + (SHORT if self._ranks_stay else 0.0)
+        has_begun = False
+        first_sample_time = time.monotonic() + (
+            limits.FIRST_SAMPLE_DELAY_S if self._ranks_stay else 0.0
+        )
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
-            while ranks.alive and not self._stop.is_hopeless(time.monotonic()):
-                for ended in self._turn(ranks, interrupts):
+            while ranks.alive and not self._stop.is_unkillable(time.monotonic()):
+                for ended in self._poll(ranks, interrupts):
                     sampler.forget(ended.rank)
-                if not looks and ranks.alive:
+                if not has_begun and ranks.alive:
+                    has_begun = True
                     begun()
-                if time.monotonic() >= looks:
-                    looks = time.monotonic() + LOOK
-                    self._note(self._disk.check_room(self.state.world_size))
-                if here and time.monotonic() >= measures:
-                    with contextlib.suppress(Exception):  # a driver: the next look may do
-                        self._note(sampler.sample())
+                if here and time.monotonic() >= first_sample_time:
+                    # The driver may fail now; the next sample may work.
+                    with contextlib.suppress(Exception):
+                        self._record(sampler.sample())
                 if self._stop.cause is None and ranks.alive:
-                    self._note(self._watchdog.check(self.state, time.monotonic()))
+                    self._record(self._watchdog.check(self.state, time.monotonic()))
                     if self._on_hang != "report" and self._watchdog.is_deadlock:
                         self._stop.give_up(DEADLOCK)
                     elif self._on_hang == "stop" and self._watchdog.is_certain:
                         self._stop.give_up(HANG)
-                elif self._stop.is_ignored(time.monotonic()):
-                    self._name_the_deaf()
+                elif self._stop.is_unresponsive(time.monotonic()):
+                    self._warn_unresponsive_ranks()
         for each in self.companions:
             each.ranks_ended()
-        self._note(ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive)
-        self._note(ranks.news())
-        if self.has_failed or ranks.alive:  # `finish` comes later, or not before another attempt
-            self._take(self._reader.read(ended=range(self.state.world_size)))
+        self._record(
+            ev.Exited(clock.now(), rank, -signal.SIGKILL, "stopped") for rank in ranks.alive
+        )
+        self._record(ranks.news())
+        if self.has_failed or ranks.alive:  # `finish` may not be called now
+            self._fold(self._reader.read(ended=range(self.state.world_size)))
 
-    def _turn(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
+    def _poll(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
         attending = [each.attend(self.state) for each in self.companions]
-        # First: drawing takes a CPU, and the ranks begin.
-        exits = ranks.wait(TYPING if any(attending) else 2 * TICK if host.is_crowded() else TICK)
-        if time.monotonic() >= self._restores:
-            self._restores = time.monotonic() + RESTORE
-            self._note(self._disk.restore(self.state))
-        self._note(ranks.news())
-        self._take(self._reader.read(ended={e.rank for e in exits}))
-        self._note(self._work.check(self.state.findings))
-        self._note(event for each in self.companions for event in each.notes())
-        self._take_exits(exits)
+        # Before drawing, which would take a CPU from the ranks as they start.
+        timeout = limits.POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
+        exits = ranks.wait(limits.DEBUGGER_POLL_S if any(attending) else timeout)
+        if time.monotonic() >= self._next_folder_check:
+            self._next_folder_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
+            self._record(self._disk.recreate_folder(self.state))
+            self._record(self._disk.check_space(self.state.world_size))
+        self._record(ranks.news())
+        self._fold(self._reader.read(ended={e.rank for e in exits}))
+        self._record(self._work.check(self.state.findings))
+        self._record(event for each in self.companions for event in each.notes())
+        self._record_exits(exits)
         self._decide(ranks, interrupts)
         if ranks.alive and not any(each.holds_screen for each in self.companions):
             self.show(self.state, clock.now())
         return exits
 
-    def _name_the_deaf(self) -> None:
-        """Say, once, which live ranks do not hear an interrupt, and how to be rid of them."""
-        if not self._has_named:
-            self._has_named = True
+    def _warn_unresponsive_ranks(self) -> None:
+        """Warn once about live ranks that ignore an interrupt, and say how to end them."""
+        if not self._has_warned_unresponsive:
+            self._has_warned_unresponsive = True
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]
             are_far = self._folder.questions.exists()
             where = describe_places(
-                stacks.read_stacks(self._folder, running, None if are_far else ANSWER)
+                stacks.read_stacks(
+                    self._folder, running, None if are_far else limits.STOP_STACKS_TIMEOUT_S
+                )
             )
             where = f"{where[:1].upper()}{where[1:]}"
             text = (
@@ -219,13 +206,13 @@ class Supervisor:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the ranks that were watched are gone because one of them failed."""
+        """Whether the attempt ended because a rank failed."""
         failed = any(r.status == "failed" for r in self.state.ranks)
         return self._stop.cause == "failed" or (self._stop.cause is None and failed)
 
-    def begin_again(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
-        """Get ready for another attempt, `wait` seconds from now; False if that was stopped."""
-        self._note([ev.Attempt(clock.now(), -1, number, reason)])
+    def begin_attempt(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
+        """Wait `wait` seconds before another attempt; return False if the run is stopped then."""
+        self._record([ev.Attempt(clock.now(), -1, number, reason)])
         self._retry_reason = reason
         self._end_watchdog()
         self._watchdog = HangWatchdog(self._folder, self.state.world_size, self._plan.hang_after)
@@ -240,63 +227,64 @@ class Supervisor:
         reason: str = "",
         pause: Callable[[float], object] = time.sleep,
     ) -> bool:
-        """Draw, and listen, while no rank runs; False if the run was stopped meanwhile.
+        """Draw and accept stops while no rank runs; return False if the run was stopped.
 
-        `reason` is shown, where it takes a while. `pause` waits for some seconds, or until it ends.
+        The board shows `reason` if the wait does not end at once. `pause` is called between two
+        calls of `is_pending`, with seconds.
         """
-        is_told = reason and is_pending()
-        if is_told:
-            self._note([ev.Waiting(clock.now(), -1, reason)])
-        is_over = False
-        while not is_over and self._stop.cause is None:
-            is_over = not is_pending()
-            if not is_over:
-                for each in self.companions:  # the kernel may have ended
+        shows_reason = reason and is_pending()
+        if shows_reason:
+            self._record([ev.Waiting(clock.now(), -1, reason)])
+        is_waiting = True
+        while is_waiting and self._stop.cause is None:
+            is_waiting = is_pending()
+            if is_waiting:
+                for each in self.companions:  # one of them checks whether the kernel has ended
                     each.attend(self.state)
                 self.show(self.state, clock.now())
-                pause(TICK)
-            # Also when the wait is over: ■ may have come just as it ended.
-            pressed, asked = self._is_pressed(interrupts), stop_request(self._folder) or ""
+                pause(limits.POLL_INTERVAL_S)
+            # Also after the last call of `is_pending`: ■ may have been pressed in it.
+            pressed, asked = self._was_interrupted(interrupts), stop_request(self._folder) or ""
             now = time.monotonic()
             self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))
-        if is_told and self._stop.cause is None:
-            self._note([ev.Waiting(clock.now(), -1)])
+        if shows_reason and self._stop.cause is None:
+            self._record([ev.Waiting(clock.now(), -1)])
         return self._stop.cause is None
 
     def note(self, finding: Finding) -> None:
-        """Show a finding on the board, and keep it with the run."""
-        self._note([ev.RunNote.of(finding)])
+        """Show a finding on the board, and record it with the run."""
+        self._record([ev.RunNote.of(finding)])
 
     def _end_watchdog(self) -> None:
         self._watchdog.close()
-        for rank in range(self.state.world_size):  # nobody answers there; copies trip over sockets
+        for rank in range(self.state.world_size):  # a copy of the folder would fail at a socket
             with contextlib.suppress(OSError):
                 self._folder.recorder(rank).unlink()
 
-    def look_at_cards(self) -> None:
-        """Write what the GPUs hold: to be asked before the ranks start, and when they are gone."""
-        if any(rank.node for rank in self.state.ranks):  # theirs are elsewhere
+    def sample_gpu_memory(self) -> None:
+        """Record the GPUs' memory in use. Called before the ranks start and after they ended."""
+        if any(rank.node for rank in self.state.ranks):  # their GPUs are on other hosts
             return
-        with contextlib.suppress(Exception):  # a driver in trouble: not worth a training
+        with contextlib.suppress(Exception):  # a driver that fails must not end the run
             before = self.state.gpu_memory
-            self._note(
+            self._record(
                 resource_sampler.measure_gpus(self.state.device, before[0] if before else None)
             )
 
     def abort(self, message: str, code: str = "") -> None:
-        """Write that the run could not start, or not be watched."""
+        """Record that the run could not be started or watched."""
         if self.over.is_set():
             return
         self._stop.cause = "failed"
         self.finish(message, code)
 
-    def _note(self, events: Iterable[ev.Event]) -> None:
-        """Write events of the launcher's own, and fold them."""
+    def _record(self, events: Iterable[ev.Event]) -> None:
+        """Write events of the launcher, fold them, and log them."""
         events = list(events)
         for event in events:
             self._writer.write(event)
         if events:
-            self._take(events)
+            self._fold(events)
         for event in events:
             self._log(event)
 
@@ -305,31 +293,31 @@ class Supervisor:
             case ev.Spawned(rank=rank, pid=pid, node=node):
                 LOGGER.info("rank %d is process %d%s", rank, pid, node and f" on {node}")
             case ev.Exited(rank=rank, returncode=code, verdict=verdict):
-                # Not its text, which may be a secret: "ValueError: …", or "sys.exit('…')".
+                # Without the error's message, which may contain a secret.
                 error = self.state.ranks[rank].error_type
                 reason = f" ({error})" if error and verdict == "failed" else ""
                 LOGGER.info("rank %d ended with exit code %s: %s%s", rank, code, verdict, reason)
             case ev.Attempt(number=number):
                 LOGGER.info("attempt %d begins", number)
 
-    def _take(self, events: Sequence[ev.Event]) -> None:
+    def _fold(self, events: Sequence[ev.Event]) -> None:
         self._watchdog.observe(events, time.monotonic())
         self._work.observe(events)
         self.state = fold(self.state, events)
 
-    def _take_exits(self, exits: list[Exit]) -> None:
+    def _record_exits(self, exits: list[Exit]) -> None:
         for e in exits:
-            verdict = e.verdict or self._verdict(e)
+            verdict = e.verdict or self._find_verdict(e)
             cause = Cause(e.cause, code=e.code) if verdict == "failed" else Cause()
             if verdict == "failed" and not cause.text:
-                killed = self._stop.was_sent(e.rank, -signal.SIGKILL)
+                killed = self._stop.ended_by_our_signal(e.rank, -signal.SIGKILL)
                 rank = self.state.ranks[e.rank]
                 cause = self._exit_causes.find_cause(rank, e.returncode, killed)
             evidence = ((cause.code, cause.evidence),) if cause.evidence else ()
             end = e.rank, e.returncode, verdict, cause.text, evidence, cause.code
-            self._note([ev.Exited(e.time, *end)])
+            self._record([ev.Exited(e.time, *end)])
 
-    def _verdict(self, ended: Exit) -> str:
+    def _find_verdict(self, ended: Exit) -> str:
         if self._folder.result(ended.rank).exists():
             return "done"
         has_reported = self._folder.failure(ended.rank).exists()
@@ -337,56 +325,59 @@ class Supervisor:
         return self._stop.verdict(self.state, ended.rank, code, has_reported=has_reported)
 
     def _decide(self, ranks: Ranks, interrupts: Interrupts) -> None:
-        """Carry out what the stop policy says of this moment."""
-        begins, signals = self._stop.decide(
+        """Carry out what the stop policy decides now."""
+        reason, signals = self._stop.decide(
             time.monotonic(),
             self.state,
             ranks.alive,
-            pressed=self._is_pressed(interrupts),
+            pressed=self._was_interrupted(interrupts),
             asked=stop_request(self._folder) or "",
         )
-        if begins and self._stop.cause != "failed":
-            self._places = self._where()
-        if begins and (self._stop.cause != "failed" or self._ranks_stay):
-            mark_stopping(self._folder)  # before the signal, of which it says what that means
+        if reason and self._stop.cause != "failed":
+            self._places = self._describe_places()
+        if reason and (self._stop.cause != "failed" or self._ranks_stay):
+            mark_stopping(self._folder)  # first: ranks check it to tell our SIGINT from Jupyter's
         for action, targets, _ in signals:
             ranks.signal(targets, action)
-        self._begin_stop(begins)
-        for action, targets, reason in signals:
+        self._begin_stop(reason)
+        for action, targets, why in signals:
             if targets:
-                LOGGER.info("%s sent to %s (%s)", action, format_ranks(sorted(targets)), reason)
+                LOGGER.info("%s sent to %s (%s)", action, format_ranks(sorted(targets)), why)
 
     def _begin_stop(self, reason: str) -> None:
         if not reason:
             return
         LOGGER.info("stopping the ranks: %s %s", self._stop.cause, self._stop.how)
-        self._note([ev.Stopping(clock.now(), -1, reason)])
+        self._record([ev.Stopping(clock.now(), -1, reason)])
 
-    def _where(self) -> str:
-        """Say why ranks hang, or else where they are now, before they are told to stop."""
+    def _describe_places(self) -> str:
+        """Return why ranks hang, or the lines that they are at now, before they are stopped."""
         if self.state.hang:
             return self.state.hang
         running = [rank.rank for rank in self.state.ranks if rank.status == "running"]
-        with contextlib.suppress(Exception):  # a folder that was deleted, a host that is away
-            # On a slow disk, a rank takes seconds to write its stacks, and hears nothing meanwhile.
+        with contextlib.suppress(Exception):  # the folder was deleted, or the host is gone
+            # On a slow disk, a rank writes its stacks for seconds, and cannot react to a signal.
             if running and not self._reader.is_slow and not self._folder.questions.exists():
-                return describe_places(stacks.read_stacks(self._folder, running, ANSWER))
+                return describe_places(
+                    stacks.read_stacks(self._folder, running, limits.STOP_STACKS_TIMEOUT_S)
+                )
         return ""
 
-    def _is_pressed(self, interrupts: Interrupts) -> bool:
-        """Whether ■ was pressed since the last question."""
+    def _was_interrupted(self, interrupts: Interrupts) -> bool:
+        """Whether an interrupt came since the last call."""
         before, self._presses = self._presses, interrupts.count
         return interrupts.count > before
 
     def finish(self, message: str = "", code: str = "") -> None:
-        """Write how the run ended; `code` says why the message, where that is known."""
+        """Record how the run ended. `code` names the cause of `message` for programs."""
         self._end_watchdog()
-        self._take(self._reader.read(ended=range(self.state.world_size)))
-        self._note(self._work.check(self.state.findings))
+        self._fold(self._reader.read(ended=range(self.state.world_size)))
+        self._record(self._work.check(self.state.findings))
         failed = [r for r in self.state.ranks if r.status == "failed"]
         status = self._stop.cause or ("failed" if failed else "succeeded")
-        self._note(self._disk.check_room(self.state.world_size))
-        # In this very process, the interrupt is the rank's own; another host has the same numbers.
+        self._record(self._disk.check_space(self.state.world_size))
+        # The rank of the inline engine is this process, and an interrupt is raised in it. A rank of
+        # another host may have the same process number.
         here = [r for r in failed if r.pid == os.getpid() and not r.node]
         if any(r.error_type == KeyboardInterrupt.__name__ for r in here):
             status = "interrupted"
@@ -410,21 +401,21 @@ class Supervisor:
         code = ev.ABANDONED if status == "interrupted" and self._stop.is_hasty else code
         end = ev.Finished(clock.now(), -1, status, message, flaw, code, remedy)
         pressed = self._stop.requests, self.interrupts.count
-        had_asked = stop_request(self._folder)
+        old_request = stop_request(self._folder)
 
         def is_pressed() -> bool:
-            is_asked = stop_request(self._folder) != had_asked
-            return is_asked or pressed != (self._stop.requests, self.interrupts.count)
+            has_new_request = stop_request(self._folder) != old_request
+            return has_new_request or pressed != (self._stop.requests, self.interrupts.count)
 
-        self._note(event for each in self.companions for event in each.finish(end, is_pressed))
-        self._note([end])
+        self._record(event for each in self.companions for event in each.finish(end, is_pressed))
+        self._record([end])
         LOGGER.info("the run %s after %.1f s", self.state.outcome, self.state.elapsed(clock.now()))
         self._writer.close()
         self.over.set()
 
 
 class DiskWatch:
-    """Watches one run's folder, and returns the events that report what befell it."""
+    """Watches the folder of a run and its disk; returns events for what a user should know."""
 
     def __init__(self, folder: RunFolder, writer: EventWriter) -> None:
         self._folder, self._writer = folder, writer
@@ -432,28 +423,28 @@ class DiskWatch:
         with contextlib.suppress(OSError, NbtrainError):
             self._manifest = folder.read_manifest()
         self.expected = list(map(str, self._manifest.get("returns") or ()))
-        """The names of what rank 0 is to send to the notebook."""
+        """The names of the values that rank 0 sends to the notebook."""
         self._has_warned = False
 
-    def restore(self, state: RunState) -> list[ev.Event]:
-        """Make the folder again if it was deleted: what ranks return has no other place."""
+    def recreate_folder(self, state: RunState) -> list[ev.Event]:
+        """Make the folder again if it was deleted: the ranks need it for their results."""
         if not self._manifest or self._folder.manifest.exists():
             return []
-        with contextlib.suppress(OSError):  # no room for it there any more: the next look may do
+        with contextlib.suppress(OSError):  # the disk is full; the next check may succeed
             recreate(self._folder, self._manifest)
-            for rank in state.ranks:  # for those who read the folder from here on
+            for rank in state.ranks:  # for other readers of the new folder
                 if rank.pid is not None:
                     self._writer.write(ev.Spawned(clock.now(), rank.rank, rank.pid, rank.node))
             return [ev.RunNote.of(_RECREATED)]
         return []
 
-    def check_room(self, world_size: int) -> list[ev.Event]:
-        """Warn, once, when what the ranks write is lost."""
+    def check_space(self, world_size: int) -> list[ev.Event]:
+        """Warn once when the disk has too little space for what the ranks write."""
         if self._has_warned:
             return []
-        left, trouble = host.space(self._folder.path), self._writer.trouble
-        spare = RESERVED * (1 + world_size)  # what each gives back when it ends
-        if trouble is None and (left is None or left.free >= spare):
+        space, trouble = host.space(self._folder.path), self._writer.trouble
+        reserved = limits.RESERVED_BYTES * (1 + world_size)  # it is free again as processes end
+        if trouble is None and (space is None or space.free >= reserved):
             return []
         self._has_warned = True
         reason = trouble.strerror if trouble is not None else "the disk is full"

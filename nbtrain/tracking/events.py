@@ -453,7 +453,7 @@ class RunNote(Event, kind="note"):
     @classmethod
     def of(cls, finding: Finding) -> RunNote:
         """Return the event of a finding, with the current time."""
-        return cls(clock.now(), -1, finding.shown, finding.flaw, finding.code)
+        return cls(clock.now(), -1, finding.full_text, finding.flaw, finding.code)
 
 
 @dataclass(frozen=True)

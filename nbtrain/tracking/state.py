@@ -464,7 +464,7 @@ class RunState:
     @property
     def notes(self) -> tuple[str, ...]:
         """The findings as text, one line each."""
-        return tuple(finding.shown for finding in self.findings)
+        return tuple(finding.full_text for finding in self.findings)
 
     @property
     def flaw(self) -> str:

@@ -134,7 +134,7 @@ def as_dict(state: RunState, now: float) -> dict[str, Any]:
     ]
     numbers = as_plain(summary(state, now))
     how = {"status": state.status, "outcome": state.outcome, "notes": state.notes}
-    codes = [{"code": each.code, "text": each.shown} for each in state.findings]
+    codes = [{"code": each.code, "text": each.full_text} for each in state.findings]
     extra = {**how, "findings": codes, "rank_states": ranks}
     plain: dict[str, Any] = as_plain({"schema": SCHEMA, **numbers, **extra})
     return plain

@@ -122,7 +122,7 @@ def _looking(look: Callable[[Any, float], None]) -> Iterator[None]:
     """Have each event looked at once it is in the launcher's picture."""
     from nbtrain.lifecycle.supervisor import Supervisor
 
-    take = Supervisor._take
+    take = Supervisor._fold
 
     def taking(self: Any, events: Any) -> None:
         take(self, events)
@@ -130,11 +130,11 @@ def _looking(look: Callable[[Any, float], None]) -> Iterator[None]:
         for event in events:
             look(event, now)
 
-    Supervisor._take = taking  # type: ignore[method-assign]
+    Supervisor._fold = taking  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Supervisor._take = take  # type: ignore[method-assign]
+        Supervisor._fold = take  # type: ignore[method-assign]
 
 
 def _engine(name: str) -> dict[str, Any]:

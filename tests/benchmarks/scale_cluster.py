@@ -118,7 +118,7 @@ class _Watched:
         from nbtrain.lifecycle.supervisor import Supervisor
         from nbtrain.ui.board import board
 
-        decide, take, parts = Supervisor._decide, Supervisor._take, board.parts
+        decide, take, parts = Supervisor._decide, Supervisor._fold, board.parts
 
         def deciding(supervisor: Any, *args: Any) -> None:
             self._decide(supervisor)
@@ -136,11 +136,11 @@ class _Watched:
             return parts(*args)
 
         patched: Any = Supervisor
-        patched._decide, patched._take, board.parts = deciding, taking, drawing
+        patched._decide, patched._fold, board.parts = deciding, taking, drawing
         try:
             yield
         finally:
-            patched._decide, patched._take, board.parts = decide, take, parts
+            patched._decide, patched._fold, board.parts = decide, take, parts
 
     def _decide(self, supervisor: Any) -> None:
         now, begun = time.monotonic(), len(self._marks)

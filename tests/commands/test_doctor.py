@@ -81,7 +81,7 @@ def test_a_program_gets_what_the_page_shows(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_program_gets_every_gpu_in_bytes() -> None:
-    first = json.loads(json.dumps(doctor.gpu_as_dict(GPUS[0])))
+    first = json.loads(json.dumps(doctor.gpu_to_dict(GPUS[0])))
     assert (first["name"], first["bytes"], first["used_bytes"]) == (
         "Tesla T4",
         15 << 30,
@@ -106,8 +106,8 @@ def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
     assert seen(fork=[refusal], spawn=[warning]).is_ready
     assert not seen(fork=[refusal], spawn=[refusal, warning]).is_ready
     assert not seen("torch is not installed", fork=[]).is_ready
-    engines = doctor.as_dict(seen(fork=[refusal, warning]))["engines"]
-    assert engines == {"fork": {"refused": [refusal.shown], "warned": [warning.shown]}}
+    engines = doctor.to_dict(seen(fork=[refusal, warning]))["engines"]
+    assert engines == {"fork": {"refused": [refusal.full_text], "warned": [warning.full_text]}}
 
 
 def test_a_run_folder_that_cannot_be_made_is_seen_before_a_launch(
@@ -119,7 +119,7 @@ def test_a_run_folder_that_cannot_be_made_is_seen_before_a_launch(
     seen = doctor.examine()
     assert not seen.is_ready
     assert f"fork refused: {reason}" in " ".join(doctor.page(seen).split())
-    assert doctor.as_dict(seen)["engines"]["spawn"]["refused"][0].startswith(reason)
+    assert doctor.to_dict(seen)["engines"]["spawn"]["refused"][0].startswith(reason)
     with pytest.raises(LaunchError, match=reason):
         nbtrain.launch(print, num_processes=1, view="none")
     monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path / "new"))
@@ -157,7 +157,7 @@ def test_the_reference_lists_the_keys_of_the_doctor() -> None:
     page = (ROOT / "notebooks/reference/command-line.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| `doctor` |")]
     keys = row.partition("|")[2].partition("|")[2]
-    assert set(re.findall(r"`(\w+)`", keys)) == {*doctor.as_dict()}
+    assert set(re.findall(r"`(\w+)`", keys)) == {*doctor.to_dict()}
 
 
 def test_a_long_row_is_wrapped_beside_its_label() -> None:

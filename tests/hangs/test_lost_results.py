@@ -38,7 +38,7 @@ def test_why_it_could_not_be_saved_decides_what_to_do(number: int, remedy: str) 
     )
     found = describe_lost_results(over(lost, REPORTED, DONE), ["model"])
     assert found is not None
-    text = found.shown
+    text = found.full_text
     assert text.startswith("results are lost: `model` could not be saved in the run's folder")
     assert f"({reason})" in text
     assert remedy in text
@@ -49,7 +49,7 @@ def test_a_rank_that_broke_off_is_named_only_if_something_was_to_come() -> None:
     killed = over(ev.Exited(102, 0, -9, "done"))
     found = describe_lost_results(killed, ["model", "scores@all"])
     assert found is not None
-    text = found.shown
+    text = found.full_text
     assert "rank 0 was killed by SIGKILL" in text
     assert "before it reported that it had saved `model`, `scores`" in text
     assert describe_lost_results(killed, []) is None

@@ -29,7 +29,7 @@ from nbtrain.errors import LaunchError, PlanError, PreflightError
 from nbtrain.lifecycle import background
 from nbtrain.lifecycle.catalog import find_run
 from nbtrain.lifecycle.follower import Follower
-from nbtrain.lifecycle.run import Run, going_on
+from nbtrain.lifecycle.run import Run, background_runs
 from nbtrain.tracking import run_folder as folders
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
@@ -193,7 +193,7 @@ def test_on_gpus_a_second_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_by_spawn_and_with_restarts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbtrain.lifecycle.restarts.FIRST_WAIT", 0.05)
+    monkeypatch.setattr("nbtrain.lifecycle.limits.FIRST_RESTART_DELAY_S", 0.05)
 
     def fails_once() -> int:
         if nbtrain.attempt() == 1:
@@ -367,7 +367,7 @@ def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
     for state in (run.state, Run.open(run.folder).state):
         assert "was deleted" in str(state.notes)
         assert state.ranks[0].metrics == {"loss": 2.0}
-    assert run not in going_on()
+    assert run not in background_runs()
 
 
 def read(*paths: Path) -> bytes:
@@ -484,7 +484,7 @@ def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
     name = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none").folder
     nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
     gc.collect()
-    (run,) = going_on()
+    (run,) = background_runs()
     assert run.folder == name
     assert find_run(name.name) is run  # it is followed once, however often it is shown
     run.stop()

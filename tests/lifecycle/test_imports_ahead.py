@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nbtrain
-from nbtrain.lifecycle import imports_ahead
+from nbtrain.lifecycle import imports_ahead, limits
 from tests.support.kernel import Notebook
 from tests.support.process_state import PROCESS_STATE
 from tests.support.waiting import wait_until
@@ -35,7 +35,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(imports_ahead, "NAMES", ())
     monkeypatch.setattr(imports_ahead, "_failed", set())
-    monkeypatch.setattr(imports_ahead, "_seen", None)
+    monkeypatch.setattr(imports_ahead, "_variables_at_import", None)
 
     def install(**sources: str) -> None:
         for name, source in sources.items():
@@ -69,7 +69,7 @@ def test_ranks_have_the_modules_and_a_broken_one_stops_none(install: Callable[..
     install(broken_one="1 / 0", whole_one="")
     assert ranks_see("whole_one") == [True, True]
     assert "whole_one" in sys.modules
-    assert [*imports_ahead.pieces()] == []  # the broken one is not tried again
+    assert [*imports_ahead.import_one_by_one()] == []  # the broken one is not tried again
 
 
 def test_what_a_module_sets_is_put_back(install: Callable[..., None]) -> None:
@@ -96,7 +96,7 @@ def test_what_a_thread_of_the_users_sets_meanwhile_stays(
 
     thread = threading.Thread(target=set_it)
     thread.start()
-    assert [*imports_ahead.pieces()] == ["slow_one", "after_slow"]
+    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
     thread.join()
     assert os.environ.pop("OF_A_THREAD") == "1"
 
@@ -119,7 +119,7 @@ def test_a_variable_that_came_too_late_is_named(
     install(plain_one="")
     ranks_see("plain_one")  # which reads no variable
     assert imports_ahead.changed_variables({"TORCHDYNAMO_VERBOSE": "1"}) == []
-    imports_ahead._import("torch._dynamo")  # which does, and is there in the tests' process
+    imports_ahead._import_module("torch._dynamo")  # which does, and is there in the tests' process
 
     def found(**env: str) -> list[str]:
         run = nbtrain.launch(len, "x", num_processes=1, env=env, view="none")
@@ -136,7 +136,7 @@ def test_an_interrupt_meanwhile_starts_no_rank(
     slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     begins, goes_on = slow
-    monkeypatch.setattr(imports_ahead, "HANGS_AFTER_S", 0.2 if hangs else 100.0)
+    monkeypatch.setattr(limits, "IMPORT_TIMEOUT_S", 0.2 if hangs else 100.0)
     handler = signal.getsignal(signal.SIGINT)
 
     def press() -> None:
@@ -178,7 +178,7 @@ def test_a_process_that_another_thread_forks_meanwhile_has_the_whole_module(
 
     thread = threading.Thread(target=fork)
     thread.start()
-    assert [*imports_ahead.pieces()] == ["slow_one", "after_slow"]
+    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
     thread.join()
     assert codes == [0]
 
@@ -248,8 +248,8 @@ def test_an_import_that_hangs_in_an_idle_kernel_ends_at_an_interrupt(
     (folder / "hanging_one.py").write_text(source)
     kernel.run(
         f"%load_ext nbtrain\nimport sys, torch\nsys.path.append({str(folder)!r})\n"
-        "from nbtrain.lifecycle import imports_ahead\n"
-        "imports_ahead.NAMES, imports_ahead.HANGS_AFTER_S = ('hanging_one',), 0.2"
+        "from nbtrain.lifecycle import imports_ahead, limits\n"
+        "imports_ahead.NAMES, limits.IMPORT_TIMEOUT_S = ('hanging_one',), 0.2"
     )
     wait_until(begun.exists, 100)
     kernel.manager.interrupt_kernel()

@@ -15,7 +15,7 @@ import torch
 
 import nbtrain
 from nbtrain.errors import PlanError, RankDied
-from nbtrain.lifecycle import restarts
+from nbtrain.lifecycle import limits, restarts
 from nbtrain.lifecycle.supervisor import Supervisor
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr(limits, "FIRST_RESTART_DELAY_S", 0.05)
 
 
 def fails_once(how: str, steps: int = 6, dies_at: int = 4) -> tuple[int, list[float], int]:
@@ -141,7 +141,7 @@ def test_a_mistake_is_not_repeated() -> None:
 
 
 def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT", 60.0)
+    monkeypatch.setattr(limits, "FIRST_RESTART_DELAY_S", 60.0)
 
     def fails() -> None:
         raise OSError("away")
@@ -191,10 +191,10 @@ def failed(error: str, **more: Any) -> RunState:
 
 
 def test_which_failures_are_worth_another_attempt() -> None:
-    assert restarts.is_worth_a_restart(failed("OSError: gone"))
-    assert not restarts.is_worth_a_restart(failed("TypeError: 3 arguments"))
-    assert restarts.is_worth_a_restart(failed("TypeError: None came from the network", step=7))
-    assert not restarts.is_worth_a_restart(replace(failed("OSError: gone"), attempt=3))
+    assert restarts.can_restart(failed("OSError: gone"))
+    assert not restarts.can_restart(failed("TypeError: 3 arguments"))
+    assert restarts.can_restart(failed("TypeError: None came from the network", step=7))
+    assert not restarts.can_restart(replace(failed("OSError: gone"), attempt=3))
     both = replace(
         failed("TypeError: x"),
         ranks=(
@@ -202,13 +202,13 @@ def test_which_failures_are_worth_another_attempt() -> None:
             RankState(1, status="failed", **raised("RuntimeError: Connection closed by peer")),
         ),
     )
-    assert not restarts.is_worth_a_restart(both)
+    assert not restarts.can_restart(both)
     assert "rank 0: TypeError: x" in restarts.describe_failure(both)
 
 
 def test_the_wait_grows_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [restarts.seconds_before_restart(n) for n in (2, 3, 4, 9, 99)] == [
+    assert [restarts.restart_delay_s(n) for n in (2, 3, 4, 9, 99)] == [
         1.0,
         2.0,
         4.0,
@@ -268,10 +268,10 @@ def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> N
 def test_what_a_launcher_left_that_was_killed_at_once_goes_after_a_day(temporary: Path) -> None:
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    old, new = (temporary / f"{restarts.SCRATCH}{ended.pid}-{age}" for age in ("old", "new"))
-    own = temporary / f"{restarts.SCRATCH}{os.getpid()}-old"
-    other = temporary / f"{restarts.SCRATCH}sources-old"
-    full = temporary / f"{restarts.SCRATCH}{ended.pid}-full"
+    old, new = (temporary / f"{restarts.SCRATCH_PREFIX}{ended.pid}-{age}" for age in ("old", "new"))
+    own = temporary / f"{restarts.SCRATCH_PREFIX}{os.getpid()}-old"
+    other = temporary / f"{restarts.SCRATCH_PREFIX}sources-old"
+    full = temporary / f"{restarts.SCRATCH_PREFIX}{ended.pid}-full"
     for folder in (old, new, own, other, full):
         folder.mkdir(mode=0o700)
         if folder is full:

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.lifecycle.stop_policy import (
-    ECHO_GRACE,
-    HOPELESS,
-    REPORT_GRACE,
-    StopController,
-    StopSignal,
-)
+from nbtrain.lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, UNKILLABLE_AFTER_S
+from nbtrain.lifecycle.stop_policy import StopController, StopSignal
 from nbtrain.tracking.state import RankState, RunState
 
 ECHO = "RuntimeError: Connection closed by peer"
@@ -61,7 +56,7 @@ def test_a_run_that_nothing_happens_to_is_left_alone() -> None:
     for now in (0.0, 50.0, 100.0):
         assert decide(controller, now) == NOTHING
     assert controller.cause is None
-    assert not controller.is_hopeless(1e6)
+    assert not controller.is_unkillable(1e6)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +78,7 @@ def test_a_request_gives_two_seconds_to_save_then_ends_the_ranks(how: str, reaso
     killed = sent(decide(controller, 12.6))
     assert killed[0] == ("kill", BOTH)
     assert sent(decide(controller, 20.0)) == [("kill", BOTH)]  # again and again
-    assert controller.is_hopeless(10.0 + HOPELESS + 0.1)
+    assert controller.is_unkillable(10.0 + UNKILLABLE_AFTER_S + 0.1)
 
 
 @pytest.mark.parametrize("yet", ["starting", "joining"])
@@ -168,7 +163,7 @@ def test_after_a_failure_a_rank_that_is_failing_itself_has_its_time_to_report() 
     assert decide(controller, 1.0, state, alive)[0].startswith("a rank failed")
     assert sent(decide(controller, 1.3, state, alive)) == [("terminate", {2})]
     assert sent(decide(controller, 1.8, state, alive)) == [("kill", {2})]
-    late = decide(controller, 1.0 + REPORT_GRACE, state, alive)
+    late = decide(controller, 1.0 + FAILURE_REPORT_TIMEOUT_S, state, alive)
     assert sent(late) == [("kill", {1, 2})]
 
 
@@ -177,11 +172,13 @@ def test_while_there_are_only_echoes_the_rank_that_failed_first_has_time_to_say_
     echoes = picture("failed", "running", error=ECHO)
     alive = frozenset({1})
     decide(controller, 0.0, echoes, alive)
-    assert sent(decide(controller, ECHO_GRACE - 0.1, echoes, alive)) == []
+    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S - 0.1, echoes, alive)) == []
     own = replace(echoes, ranks=(echoes.ranks[0], replace(echoes.ranks[1], status="failed")))
     own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], **raised("ValueError: x"))))
-    assert sent(decide(controller, ECHO_GRACE, own, alive)) == []
-    assert sent(decide(controller, ECHO_GRACE + 0.2, own, alive)) == [("terminate", {1})]
+    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S, own, alive)) == []
+    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.2, own, alive)) == [
+        ("terminate", {1})
+    ]
 
 
 def test_what_an_end_counts_as() -> None:
@@ -203,6 +200,6 @@ def test_a_rank_that_was_failing_when_it_was_killed_has_failed() -> None:
     controller = StopController(0.0)
     state = picture("failed", "failing", error="ValueError: x")
     decide(controller, 0.0, state, frozenset({1}))
-    decide(controller, REPORT_GRACE + 0.1, state, frozenset({1}))
-    assert controller.was_sent(1, -signal.SIGKILL)
+    decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.1, state, frozenset({1}))
+    assert controller.ended_by_our_signal(1, -signal.SIGKILL)
     assert controller.verdict(state, 1, -signal.SIGKILL, has_reported=False) == "failed"

@@ -532,7 +532,7 @@ def _read(run: Run, row: Row, raised: str) -> Outcome:
 def deaths(count: int = 30) -> list[float]:
     """Seconds from a rank's last act to the picture that says so, of `count` deaths."""
     found: list[float] = []
-    take = supervisor.Supervisor._take_exits
+    take = supervisor.Supervisor._record_exits
 
     def timed(self: supervisor.Supervisor, exits: list[Any]) -> None:
         take(self, exits)
@@ -541,13 +541,13 @@ def deaths(count: int = 30) -> list[float]:
             if dead:
                 found[-1] = time.time() - float(dead[0].metrics["fault"])
 
-    supervisor.Supervisor._take_exits = timed  # type: ignore[method-assign]
+    supervisor.Supervisor._record_exits = timed  # type: ignore[method-assign]
     try:
         for _ in range(count):
             found.append(-1.0)
             launched(Row("SIGKILL", "first step", "signal"))
     finally:
-        supervisor.Supervisor._take_exits = take  # type: ignore[method-assign]
+        supervisor.Supervisor._record_exits = take  # type: ignore[method-assign]
     return found
 
 

@@ -207,7 +207,7 @@ def test_gpus_here_are_none_of_ranks_on_other_nodes(
     state = on_gpus(ev.Spawned(121, 1, 12, "another"), after=3 * GIB)
     assert summary(state, 999.0).cards == ()
     monkeypatch.setattr(resource_sampler, "measure_gpus", lambda *_: pytest.fail("asked"))
-    Supervisor(RunFolder(tmp_path), state, Plan(Call(print), "t")).look_at_cards()
+    Supervisor(RunFolder(tmp_path), state, Plan(Call(print), "t")).sample_gpu_memory()
 
 
 def test_what_is_not_counted_is_not_guessed() -> None:

@@ -103,6 +103,6 @@ def test_a_checkpoint_that_rank_0_alone_has_saved_is_noted(who: str) -> None:
                 pass
 
     run = nbtrain.launch(train, who, num_processes=2, view="none")
-    noted = [f.shown for f in run.state.findings if f.code == "checkpoint-unfinished"]
+    noted = [f.full_text for f in run.state.findings if f.code == "checkpoint-unfinished"]
     assert bool(noted) == (who == "rank 0")
     assert all("Not all ranks completed step-00000003" in text for text in noted)

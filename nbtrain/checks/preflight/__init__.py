@@ -37,7 +37,7 @@ def unless_refused(result: list[Finding]) -> list[Finding]:
     """Return findings, or raise the error of the first one that refuses the launch."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:
-        raise error_of(refusals[0])("\n".join(finding.shown for finding in refusals))
+        raise error_of(refusals[0])("\n".join(finding.full_text for finding in refusals))
     return result
 
 

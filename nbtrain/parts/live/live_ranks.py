@@ -27,8 +27,8 @@ from ...engines import Exit
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...findings import Finding
 from ...lifecycle import launcher
-from ...lifecycle.restarts import room_for_sockets
-from ...lifecycle.run import NotRemembered, Run, last_run
+from ...lifecycle.restarts import socket_folder
+from ...lifecycle.run import PreserveLastRun, Run, last_run
 from ...lifecycle.supervisor import Interrupts
 from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
@@ -111,12 +111,12 @@ def start(
     fields = plan_fields({"num_processes": num_processes, **options})
     fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
     plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
-    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=room_for_sockets()))
+    folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=socket_folder()))
     try:
         with contextlib.closing(_listener(plan, folder)) as listener:
             plan = replace(plan, task=Call(serve, (listener.address, secret)))
             snapshot = Snapshot(notebook())
-            with NotRemembered():
+            with PreserveLastRun():
                 run = launcher.run_plan(plan)
             ranks = _connected(run, listener, secret, snapshot)
     finally:  # once the ranks have connected, too: a kernel that is killed would leave it
@@ -593,9 +593,9 @@ class LiveRanks:
         self._check_is_whole()
         target = self._failed if rank is None else rank
         self._check_rank(target)
-        call = Call(part.provided("debugger", "look_again", "`ranks.debug()`"))
+        call = Call(part.load_provided("debugger", "look_again", "`ranks.debug()`"))
         plan = Plan(call, "debug", is_post_mortem=True, view="none", telemetry=(), sync=False)
-        with NotRemembered():
+        with PreserveLastRun():
             launcher.run_plan(plan, engine=LiveEngine(self, [target]))
 
     def _check_rank(self, rank: int) -> None:

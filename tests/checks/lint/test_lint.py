@@ -198,7 +198,7 @@ def test_backward_past_accelerate_is_found(name: str) -> None:
 def test_a_finding_says_where_it_is_and_what_to_write() -> None:
     (finding,) = lint.lint(cell(BACKWARD["one of two"][0]))
     assert "accelerator.backward(d)" in finding.text
-    assert finding.shown == f"line 5, column 5: {finding.text} [backward]"
+    assert finding.full_text == f"line 5, column 5: {finding.text} [backward]"
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_functions_of_earlier_cells_are_read_if_the_cell_calls_them_itself() -> 
     names = defined(helper, "<ipython-input-3-abcdef012345>")
     (finding,) = lint.lint(cell("def train():\n    helper(1)", **names))
     assert (finding.code, str(finding.place)) == ("device", "In[3], line 4")
-    assert finding.shown.startswith("In[3], line 4, column 5: ")
+    assert finding.full_text.startswith("In[3], line 4, column 5: ")
     (direct,) = lint.lint(cell("deeper(1)", **names))
     assert str(direct.place) == "In[3], line 8"
 

@@ -56,14 +56,14 @@ def on_gpus(n: int, *gpus: Gpu, **given: Any) -> Facts:
 
 def the_finding(given: Facts) -> Finding:
     (finding,) = preflight.run_checks(given)
-    assert "\n" not in finding.shown
+    assert "\n" not in finding.full_text
     return finding
 
 
 def said(given: Facts, level: str) -> str:
     finding = the_finding(given)
     assert finding.level == level
-    return finding.shown
+    return finding.full_text
 
 
 def test_where_nothing_is_wrong_nothing_is_said() -> None:
@@ -223,7 +223,7 @@ def test_on_a_tpu_a_kernel_that_used_xla_is_refused_and_no_spawning_is_offered()
 def test_a_dirty_kernel_is_refused_for_fork_alone_and_two_ways_out_are_offered() -> None:
     dirty = {"accelerator_inits": (AcceleratorInit("CUDA", 3, 1, "x.cuda()"),)}
     finding = the_finding(on_gpus(1, GPU, **dirty))
-    line = finding.shown
+    line = finding.full_text
     assert (finding.level, preflight.error_of(finding)) == ("refuse", AcceleratorInitializedError)
     assert "First seen: In[3], line 1: `x.cuda()`." in line
     assert "Restart the kernel" in line

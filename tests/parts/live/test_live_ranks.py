@@ -17,7 +17,7 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.lifecycle import follower, launcher
+from nbtrain.lifecycle import follower, limits
 from nbtrain.lifecycle.follower import Follower
 from nbtrain.parts.live.live_ranks import LiveRanks, _hello
 from nbtrain.planning.plan import Call, Plan
@@ -876,7 +876,7 @@ def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.Mo
             connected.append(channel)
         return channel
 
-    monkeypatch.setattr(launcher, "START_PATIENCE", 0.0)  # as after 20 s on a busy machine
+    monkeypatch.setattr(limits, "START_TIMEOUT_S", 0.0)  # as after 20 s on a busy machine
     monkeypatch.setattr(follower, "catch_up", nothing_yet)
     monkeypatch.setattr(Follower, "_look", lambda self: may_look.is_set() and look(self))
     monkeypatch.setattr(Listener, "accept", accepted)

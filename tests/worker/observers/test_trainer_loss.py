@@ -86,7 +86,7 @@ def test_accumulated_batches_are_a_factor_too(is_cured: bool, tmp_path: Any) -> 
             train, model.eval(), "classifier", str(tmp_path), options, num_processes=1, view="none"
         )
         losses.append(run.value)
-        noted.append([f.shown for f in run.state.findings if f.code == "loss-multiplied"])
+        noted.append([f.full_text for f in run.state.findings if f.code == "loss-multiplied"])
     assert losses[1] / losses[0] == pytest.approx(1 if is_cured else 2, rel=0.1)
     assert noted[0] == []
     assert bool(noted[1]) != is_cured

@@ -1,0 +1,88 @@
+"""Limits of a run's life: how often it is checked, how long each side waits, what is kept."""
+
+# Watching a run.
+
+POLL_INTERVAL_S = 0.1
+"""Between two reads of a run's folder, twice as long on a crowded host. A rank that ends wakes the
+loop at once."""
+
+DEBUGGER_POLL_S = 0.02
+"""The same while a user types to a debugger in a rank: a longer delay is felt."""
+
+FOLDER_CHECK_INTERVAL_S = 0.5
+"""Between two checks whether the run's folder exists, its disk has space, and its supervisor runs.
+A check takes less than 0.1 ms on a local disk."""
+
+FOLDER_RECREATE_TIMEOUT_S = 5.0
+"""A supervisor makes a deleted folder again within this time, also on a busy host."""
+
+FIRST_SAMPLE_DELAY_S = 0.2
+"""Tasks of live ranks are measured after this time. Most have ended by then."""
+
+RESERVED_BYTES = 1 << 16
+"""Kept free on the disk for the launcher's events, and the same for each rank's. An event has a few
+hundred bytes."""
+
+MAX_LIVE_BOARDS = 3
+"""Boards of one run that are drawn live. Each costs as much as the first."""
+
+# Starting and restarting.
+
+START_TIMEOUT_S = 20.0
+"""A cell waits this long for the ranks of a background run to start. They take 1 to 3 s."""
+
+FIRST_RESTART_DELAY_S = 1.0
+MAX_RESTART_DELAY_S = 30.0
+"""Before the second attempt; the delay doubles before each further one, up to the maximum."""
+
+IMPORT_TIMEOUT_S = 3.0
+"""An interrupt ends an import that takes longer. The longest module of torch takes 0.4 s."""
+
+MAX_TEMPDIR_CHARS = 58
+"""Paths of sockets are too long in a longer temporary folder. They have at most 107 bytes (103 on
+macOS), and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
+
+SCRATCH_KEPT_S = 86400.0
+"""An empty temporary folder of a launcher that ended is deleted after this time."""
+
+# Stopping.
+
+STARTING_WINDOW_S = 60.0
+"""Ranks may still be starting for so long. A rank that has not reported its start later may be
+unable to: on a full disk, its events are lost."""
+
+FAILURE_REPORT_TIMEOUT_S = 2.0
+"""A rank that is failing has this time to report why; so have the others if all failures so far are
+echoes (a rank that lost its peers)."""
+
+UNKILLABLE_AFTER_S = 15.0
+"""A rank that outlives SIGKILL for so long is given up: a driver or a file system blocks it."""
+
+UNRESPONSIVE_AFTER_S = 5.0
+"""Live ranks that ignore an interrupt for so long are reported."""
+
+STOP_STACKS_TIMEOUT_S = 0.2
+"""Ranks have this time to send their stacks before they are stopped. Most take a few ms."""
+
+# What is kept, and what is read.
+
+PRUNE_EVERY_TASKS = 8
+"""Tasks of live ranks between two prunings. Listing the folders takes longer than a short task."""
+
+MAX_RESULT_IN_MEMORY_BYTES = 1 << 20
+"""Smaller results stay in memory after the run, so that its folder may be pruned."""
+
+MAX_PREVIOUS_CURVES = 20
+"""Names of runs whose last curve is kept, for the next board."""
+
+MAX_NAMED_CELLS = 1000
+"""Cells that stacks of a run can name, the last ones."""
+
+MAX_RANKS_READ = 16
+"""Ranks whose last metrics are read and averaged in a list of runs."""
+
+MAX_PARAMETER_ENTRIES = 50
+"""Entries of a dict that are listed as parameters, the first ones."""
+
+MAX_PARAMETER_CHARS = 200
+"""A longer text is data, not a parameter."""
