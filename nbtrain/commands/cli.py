@@ -16,7 +16,7 @@ from ..lifecycle.run import Run
 from ..system.text import strip_controls
 from ..tracking import clock
 from ..ui import text_summary
-from ..ui.summary import SCHEMA, as_plain, summary
+from ..ui.summary import SCHEMA_VERSION, as_plain, summary
 from . import doctor
 
 
@@ -109,7 +109,7 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             return _examine(options)
         case "runs" if options.json:
             listed = [as_plain(info) for info in catalog.run_infos()]
-            _print_json({"schema": SCHEMA, "runs": listed})
+            _print_json({"schema": SCHEMA_VERSION, "runs": listed})
         case "runs":
             _show(catalog.page(catalog.run_infos(), "nbtrain"))
         case "show":
@@ -118,7 +118,7 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             run = catalog.find_run(options.run)
             ranks = range(run.state.world_size) if options.rank is None else [options.rank]
             lines = {str(rank): run.logs(rank, options.tail).splitlines() for rank in ranks}
-            _print_json({"schema": SCHEMA, "run": run.folder.name, "logs": lines})
+            _print_json({"schema": SCHEMA_VERSION, "run": run.folder.name, "logs": lines})
         case "logs":
             _show(catalog.find_run(options.run).logs(options.rank, options.tail))
         case "stop":

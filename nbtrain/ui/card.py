@@ -19,9 +19,9 @@ from ..tracking.overview import stragglers
 from ..tracking.state import RunState
 from . import run_texts
 from .board import canvas, header, strips, theme
+from .board.layout import CANVAS, CARD
 
-WIDTH, _EDGE = 600, 16
-_INNER = WIDTH - 2 * _EDGE
+_INNER_PX = CARD.width_px - 2 * CARD.margin_px
 
 _SOFT = ' opacity=".75"'
 _LIGHT, _DARK = ("#ffffff", "#1c1c1c", "#cfcfcf"), ("#15181d", "#e8eaed", "#3a3f47")
@@ -72,7 +72,7 @@ def _png(svg: str) -> bytes:
 
 def image(card: Card) -> str:
     """Draw a card as an image in a page, and say how to copy it."""
-    size = f'width="{WIDTH}" style="display:block;max-width:100%;height:auto"'
+    size = f'width="{CARD.width_px}" style="display:block;max-width:100%;height:auto"'
     picture = theme.image(card.svg, escape(card.title, quote=True), size)
     return f'{picture}<div style="font-size:11px;{theme.SOFT}">{_HOW}</div>'
 
@@ -82,16 +82,16 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.mark_slow_ranks(state)
     pieces = [_head(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
-    inner, y = "", _EDGE
+    width, (inner, y) = CARD.width_px, ("", CARD.margin_px)
     for drawn, height in pieces:
         if drawn:
-            inner += f'<g transform="translate({_EDGE} {y})">{drawn}</g>'
+            inner += f'<g transform="translate({CARD.margin_px} {y})">{drawn}</g>'
             y += height + 10
-    below = f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{y - 1}" rx="8" fill="{ground}" '
+    below = f'<rect x=".5" y=".5" width="{width - 1}" height="{y - 1}" rx="8" fill="{ground}" '
     below += f'stroke="{edge}"/>'
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" '
-        f'viewBox="0 0 {WIDTH} {y}" font-family="system-ui,sans-serif" fill="{ink}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
+        f'viewBox="0 0 {width} {y}" font-family="system-ui,sans-serif" fill="{ink}">'
         f"{below}{inner}</svg>"
     )
     return Card(svg, shorten(header.sentence(state, now), 200))
@@ -126,7 +126,7 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
     for name, value, remarks in figures:
         remark, value = remarks[0] if remarks else "", value.rstrip(" ↘↗→")  # not in every font
         width = max(11.6 * len(value), 6 * len(name), 6 * len(remark)) + 20
-        if x + width - 20 > _INNER:
+        if x + width - 20 > _INNER_PX:
             continue
         number, star, _ = value.partition("★")  # which few fonts have: alone, it changes no digit
         drawn += _text(x, 11, name, 11, _SOFT)
@@ -162,7 +162,7 @@ def _trouble(state: RunState) -> tuple[str, int]:
 def _canvas(state: RunState, now: float) -> tuple[str, int]:
     """Draw the curves and the strips, as on a board, with text of the picture."""
     curves = canvas.curves_of(state)[:1]
-    width = _INNER - canvas.LEFT - canvas.RIGHT
+    width = _INNER_PX - CANVAS.left_px - CANVAS.right_px
     picture = canvas.canvas(state, now, curves, canvas.rate_of(state), width=width)
     if picture is None:
         return "", 0
@@ -186,4 +186,4 @@ def _canvas(state: RunState, now: float) -> tuple[str, int]:
     has_room = x + 5.6 * len(picture.band) < width - 50
     drawn += _text(x, y, picture.band, 10.5, _SOFT) if has_room else ""
     drawn += _text(width, y, "nbtrain", 10.5, f' text-anchor="end"{_SOFT}')
-    return f'<g transform="translate({canvas.LEFT} 0)">{drawn}</g>', height
+    return f'<g transform="translate({CANVAS.left_px} 0)">{drawn}</g>', height

@@ -10,17 +10,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ..tracking.state import RankState, RunState
-
-ALIKE = 3
-"""Ranks that print a line which differs in their own number alone, from which it is one line."""
+from .limits import MAX_MERGED_LOGS, MIN_GROUP_RANKS
 
 OWN = "<rank>"
 
 _NUMBER = re.compile(r"(?<![\w.,:-])\d+(?![\w:]|[.,]\d)")
 """A whole number that stands alone."""
-
-GROUPS = 24
-"""Different logs that are merged."""
 
 
 def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
@@ -47,7 +42,8 @@ def tails(ranks: Sequence[RankState], state: RunState, count: int) -> dict[int, 
     alike = Counter(text for general in generals.values() for text in {*general.values()})
     return {
         rank: tuple(
-            general[line] if alike[general.get(line, "")] >= ALIKE else line for line in logs[rank]
+            general[line] if alike[general.get(line, "")] >= MIN_GROUP_RANKS else line
+            for line in logs[rank]
         )
         for rank, general in generals.items()
     }
@@ -87,10 +83,10 @@ def merged(
 
 
 def in_order(logs: Mapping[int, Sequence[str]]) -> Iterator[tuple[list[int], str]]:
-    """Yield each line of the ranks' logs with those that have it; beyond `GROUPS`, log by log."""
+    """Yield each line of the ranks' logs with its ranks; beyond `MAX_MERGED_LOGS`, log by log."""
     groups = grouped(logs)
-    yield from merged(groups[:GROUPS])
-    yield from ((ranks, line) for ranks, lines in groups[GROUPS:] for line in lines)
+    yield from merged(groups[:MAX_MERGED_LOGS])
+    yield from ((ranks, line) for ranks, lines in groups[MAX_MERGED_LOGS:] for line in lines)
 
 
 class _Stack:

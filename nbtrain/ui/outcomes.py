@@ -14,9 +14,7 @@ from ..system.text import (
 from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
 from ..tracking.state import RunState
-
-RESULTS = 32
-"""Different results that are shown."""
+from .limits import MAX_RESULTS
 
 
 class Result(NamedTuple):
@@ -44,8 +42,8 @@ def results(state: RunState) -> list[Result]:
     if {text for text, _ in by_result} <= {"None"}:
         return []
     rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
-    more = len(rows) - RESULTS
-    return [*rows[:RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
+    more = len(rows) - MAX_RESULTS
+    return [*rows[:MAX_RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
 
 
 def name_ranks(ranks: Collection[int], state: RunState) -> str:

@@ -19,6 +19,7 @@ from ..tracking import limits as tracking_limits
 from ..tracking.overview import run_progress
 from ..tracking.overview.epochs import metric_order
 from ..tracking.state import ProgressBar, RankState, RunState, TrainingProgress
+from . import limits
 from .eta import fraction
 
 _AT_REST = ("stuck?", "waiting")
@@ -217,7 +218,7 @@ class Apart:
         self._done = _middle(self._shares.values())
         self._waits = _middle(_waits(rank) for rank in moving)
         self._memory = _middle(memory_bytes(rank) for rank in moving)
-        self._is_few = len(state.ranks) < 3
+        self._is_few = len(state.ranks) < limits.MIN_GROUP_RANKS
 
     def reason(self, rank: RankState) -> str:
         """Return what sets a rank apart: ``12 % behind · waits for data 31 %``."""
@@ -225,7 +226,7 @@ class Apart:
             return ""
         reasons = []
         done, memory = self._shares[rank.rank], memory_bytes(rank)
-        if done is not None and self._done - done >= 0.05:
+        if done is not None and self._done - done >= limits.MIN_GAP_SHARE:
             reasons.append(f"{100 * (self._done - done):.0f} % behind")
         if self.waits_longer(rank):
             reasons.append(f"waits for data {100 * (_waits(rank) or 0.0):.0f} %")

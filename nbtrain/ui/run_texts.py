@@ -16,6 +16,7 @@ from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
 from ..tracking.state import RunState
 from . import rank_texts
 from .eta import fraction, remaining
+from .limits import MAX_LISTED
 
 
 def run_position(state: RunState) -> tuple[str, str]:
@@ -84,10 +85,6 @@ def notes(state: RunState, limit: int = 6) -> list[str]:
     return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
 
 
-_NODES = 8
-"""Nodes of a cluster that have their own line."""
-
-
 def devices(state: RunState) -> str:
     """Name what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
     if state.device in tpu.ENGINES.values():
@@ -108,11 +105,11 @@ def nodes(state: RunState) -> list[str]:
 
 
 def lines(state: RunState) -> list[str]:
-    """Return a line for each host; on a cluster for the first `_NODES`, with name and ranks."""
+    """Return a line for each host; on a cluster for the first `MAX_LISTED`, with name and ranks."""
     if state.host is not None:
         return [host(state.host)]
     lines = []
-    for name in (every := nodes(state))[:_NODES]:
+    for name in (every := nodes(state))[:MAX_LISTED]:
         ranks = format_ranks([rank.rank for rank in state.ranks if rank.node == name])
         known = state.hosts.get(name)
         lines.append(f"{name}: {ranks}" + (f" · {host(known)}" if known is not None else ""))

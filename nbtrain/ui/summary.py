@@ -18,10 +18,8 @@ from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
 from .board import theme
 from .board.board import cut, framed
+from .limits import MAX_LISTED
 from .tables import LEFT, Cell, html_table, text_table
-
-METRICS = 8
-"""Metrics that are shown; all of them are in `Summary.metrics`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class Summary:
         return html(self)
 
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 """Which keys `as_dict` has: a number for each change that a program would notice."""
 
 
@@ -136,7 +134,7 @@ def as_dict(state: RunState, now: float) -> dict[str, Any]:
     how = {"status": state.status, "outcome": state.outcome, "notes": state.notes}
     codes = [{"code": each.code, "text": each.shown} for each in state.findings]
     extra = {**how, "findings": codes, "rank_states": ranks}
-    plain: dict[str, Any] = as_plain({"schema": SCHEMA, **numbers, **extra})
+    plain: dict[str, Any] = as_plain({"schema": SCHEMA_VERSION, **numbers, **extra})
     return plain
 
 
@@ -286,8 +284,8 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
     names = sorted(s.metrics, key=metric_order)
     metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:
-        more = [f"{len(metrics) - METRICS} more"] if len(metrics) > METRICS else []
-        yield "metrics", " · ".join([*metrics[:METRICS], *more])
+        more = [f"{len(metrics) - MAX_LISTED} more"] if len(metrics) > MAX_LISTED else []
+        yield "metrics", " · ".join([*metrics[:MAX_LISTED], *more])
     if s.memory_bytes:
         most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
         yield "memory", ", ".join(filter(None, most))

@@ -13,10 +13,8 @@ from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState
 from . import outcomes, rank_texts, run_texts
 from .eta import fraction
+from .limits import MAX_RANK_ROWS
 
-_WIDTH = 20
-_ROWS = 16
-_RESULT = 2000
 _TICKS = "▁▂▃▄▅▆▇█"
 
 
@@ -25,19 +23,19 @@ def summary(state: RunState, now: float) -> str:
     state = rank_texts.with_badges(stragglers.mark_slow_ranks(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.full_title[:200]}: {state.outcome} · {run_texts.facts(state, now)}"
-    returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in outcomes.results(state)]
+    returned = [f"  {each.arrow}{each.text[:2000]}" for each in outcomes.results(state)]
     returned += [f"  {line}" for line in outcomes.artifact_lines(state)]
-    message = [f"  {state.explanation[:_RESULT]}"] if state.message else []
+    message = [f"  {state.explanation[:2000]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *message]
     hang = [f"  ⚠ {run_texts.hang(state)}"] if state.hang else []
     return "\n".join([*run_texts.notes(state), head, *hang, *rows])
 
 
 def _ranks(state: RunState) -> list[str]:
-    if state.world_size <= _ROWS:
+    if state.world_size <= MAX_RANK_ROWS:
         return [rank_line(rank, state) for rank in state.ranks]
     spread = [f"  {name}: {values}" for name, values in rank_texts.spread(state)]
-    named = rank_texts.outliers(state, _ROWS // 2)
+    named = rank_texts.outliers(state, MAX_RANK_ROWS // 2)
     rows = [rank_line(r, state) + (f"  ({reason})" if reason else "") for r, reason in named]
     return [f"  {rank_texts.statuses(state.ranks)}", *spread, *rows]
 
@@ -49,8 +47,9 @@ def rank_line(rank: RankState, state: RunState) -> str:
     if rank.bar is not None:
         share = fraction(rank)
         if share is not None:
-            done = round(share * _WIDTH)
-            parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {int(100 * share):3} %")
+            width = 20
+            done = round(share * width)
+            parts.append(f"{'█' * done}{'·' * (width - done)} {int(100 * share):3} %")
         parts.append(rank_texts.position(rank))
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "

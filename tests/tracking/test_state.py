@@ -14,6 +14,7 @@ from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
 from nbtrain.ui import eta, outcomes, rank_texts, run_texts, text_summary
+from nbtrain.ui import limits as ui_limits
 from nbtrain.ui.board import board, header, log_panel, theme
 from tests.support.runs import picture
 
@@ -322,12 +323,12 @@ def test_devices_and_memory_are_worded() -> None:
 
 
 def test_beyond_the_results_that_are_shown_there_is_only_their_number() -> None:
-    count = outcomes.RESULTS + 5
+    count = ui_limits.MAX_RESULTS + 5
     state = RunState("t", "fork", tuple(RankState(r, result=str(r)) for r in range(count)), 0.0)
     lines, drawn = text_summary.summary(state, 1.0).splitlines(), board.render(state, 1.0)
     assert {"  rank 31 → 31", "  5 more results"} <= set(lines)
     assert ">5 more results<" in drawn
-    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == outcomes.RESULTS
+    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == ui_limits.MAX_RESULTS
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:

@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LOG_DECADES = 2.5
-"""Decades from which positive values get a logarithmic axis."""
-
-_HUGE = 1e300
+from .layout import MAX_AXIS_VALUE
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,9 @@ class Scale:
             low, high = math.log10(self.low), math.log10(self.high)
             at = (math.log10(max(value, self.low)) - low) / (high - low)
         else:
-            at = (max(-_HUGE, min(_HUGE, value)) - self.low) / (self.high - self.low)
+            at = (max(-MAX_AXIS_VALUE, min(MAX_AXIS_VALUE, value)) - self.low) / (
+                self.high - self.low
+            )
         return min(1.0, max(0.0, at))
 
     @property
@@ -36,22 +35,22 @@ class Scale:
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Return whether values are positive and so far apart that they need a logarithmic axis."""
-    low, high = min(values), min(_HUGE, max(values))
-    return low > 0 and math.log10(high) - math.log10(low) > LOG_DECADES
+    """Return whether values are positive and span 2.5 decades, so need a logarithmic axis."""
+    low, high = min(values), min(MAX_AXIS_VALUE, max(values))
+    return low > 0 and math.log10(high) - math.log10(low) > 2.5
 
 
 def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
     """Return the axis for values from `low` to `high`."""
-    low, high = max(-_HUGE, low), min(_HUGE, high)
+    low, high = max(-MAX_AXIS_VALUE, low), min(MAX_AXIS_VALUE, high)
     if log and 0 < low < high:
-        return _logarithmic(max(1 / _HUGE, low), max(10 / _HUGE, high), intervals)
-    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / _HUGE:
+        return _logarithmic(max(1 / MAX_AXIS_VALUE, low), max(10 / MAX_AXIS_VALUE, high), intervals)
+    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / MAX_AXIS_VALUE:
         low, high = min(0.0, low), max(0.0, high)
-        high = high if high - low > 1 / _HUGE else 1.0
+        high = high if high - low > 1 / MAX_AXIS_VALUE else 1.0
     elif 0 <= low < 0.4 * high:
         low = 0.0
-    step = _round((high - low) / intervals, _STEPS)
+    step = _round_step((high - low) / intervals)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(_exact(i * step) for i in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], ticks)
@@ -59,13 +58,13 @@ def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> 
 
 def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
     """Return the axis for steps, with room to grow until the run is over, so it changes seldom."""
-    first, last = max(-_HUGE, first), min(_HUGE, last)
+    first, last = max(-MAX_AXIS_VALUE, first), min(MAX_AXIS_VALUE, last)
     if 0 <= first <= 0.2 * last:
         first = 0.0
     if last <= first:
         last = first + max(1.0, abs(first) * 1e-9)
-    high = last if is_over else first + max(10.0, _round(last - first))
-    step = max(1.0, _round((high - first) / intervals, _STEPS))
+    high = last if is_over else first + max(10.0, _round_limit(last - first))
+    step = max(1.0, _round_step((high - first) / intervals))
     step = 5.0 if step == 2.5 else step  # steps are whole
     low = math.ceil(first / step - 1e-9)
     ticks = tuple(_exact(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
@@ -85,12 +84,17 @@ def _down(value: float) -> float:
     return max(f * power for f in (0.5, 1, 2, 5) if f * power <= value * (1 + 1e-9))
 
 
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_LIMITS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+def _round_step(span: float) -> float:
+    """Return the next distance of ticks that is not smaller: 1, 2, 2.5 or 5 · 10ⁿ."""
+    return _round_up(span, (1.0, 2.0, 2.5, 5.0, 10.0))
 
 
-def _round(span: float, choices: Sequence[float] = _LIMITS) -> float:
-    """Return the next of `choices` · 10ⁿ above."""
+def _round_limit(span: float) -> float:
+    """Return the next limit that is not smaller; an axis that grows changes it seldom."""
+    return _round_up(span, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0))
+
+
+def _round_up(span: float, choices: Sequence[float]) -> float:
     power = 10.0 ** math.floor(math.log10(span))
     return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
 

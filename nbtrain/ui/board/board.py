@@ -15,16 +15,8 @@ from ...system.text import shorten
 from ...tracking.curves import RATES
 from ...tracking.overview import stragglers
 from ...tracking.state import RunState
-from .. import card, outcomes, rank_texts, run_texts
+from .. import card, limits, outcomes, rank_texts, run_texts
 from . import canvas, epoch_rows, header, log_panel, rank_table, theme
-
-ROWS = 16
-"""Ranks up to which each can have a row; of more, those that differ have one."""
-
-LIVE_BYTES = 33_000
-"""Bytes of a board that is sent several times per second; charts that do not fit are left out."""
-
-STATIC_BYTES = 150_000
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,8 @@ def _parts(
     above = header.draw(marked, now, picture.late if picture is not None else None)
     below = _beside(epoch_rows.draw(state), ranks)
     used = len(title) + len(notes) + len(above) + len(below) + len(printed) + 500
-    room = (STATIC_BYTES if state.is_over else LIVE_BYTES) - used
+    board = limits.FINAL_BOARD if state.is_over else limits.LIVE_BOARD
+    room = board.board_bytes - used
     drawn = canvas.draw(picture, curves, marked, room, log=choices.log)
     return title, notes, f"{above}{drawn}{below}", printed
 
@@ -132,7 +125,7 @@ def cut(text: str, width: int) -> str:
 
 def _ranks(state: RunState, *, each: bool) -> str:
     """Draw the ranks: alike ones in a row; once the run is over, all to unfold."""
-    few = state.world_size <= ROWS
+    few = state.world_size <= limits.MAX_RANK_ROWS
     rows = rank_table.rows_of(state, each=each and few)
     drawn = "" if few else _overview(state)
     drawn += rank_table.draw(rows, state) + _memory(state)

@@ -26,33 +26,11 @@ from ...tracking.overview.epochs import (
     validation_of,
 )
 from ...tracking.state import PreviousRun, RunState
-from .. import eta
+from .. import eta, limits
+from ..limits import MIN_STEP_OVERLAP
 from ..run_texts import is_stuck
 from . import axes, strips, theme
-
-WIDTH = 1000
-"""Units from the left of a board's canvas to its right; it is stretched to the page."""
-
-LOSS, RATE, SMALL = 190, 28, 56
-"""Pixels of the loss, of the throughput below it, and of the small charts."""
-
-MOST = 5
-"""Small charts in the row below; others can be chosen, or unfolded once the run is over."""
-
-EDGE = 0.98
-"""The place on an axis from which a label ends at its tick."""
-
-SAME = 0.3
-"""The part of another's last step from which two metrics count alike: not epochs beside steps."""
-
-LEFT, RIGHT, TOP, BOTTOM = 58, 8, 24, 20
-"""Pixels around the marks, for labels."""
-
-LEGIBLE = 12
-"""Epochs up to which each has its number."""
-
-LIVE_BYTES, BYTES = 4_500, 16_000
-"""What strips may take while the run goes on, and after it."""
+from .layout import CANVAS
 
 Point = tuple[float, float]
 
@@ -168,18 +146,18 @@ def draw(
     room -= len(drawn)
     x = _steps(state, curves[:1]) if curves else None
     small: list[str] = []
-    others = curves[1:] if state.is_over else curves[1 : MOST + 1]
-    left = LEFT if len(others) == 1 else 44  # a single one stands below the canvas' steps
+    others = curves[1:] if state.is_over else curves[1 : CANVAS.charts_per_row + 1]
+    left = CANVAS.left_px if len(others) == 1 else 44  # a single one stands below the canvas' steps
     for curve in others:
         figure = _small(curve, x, log, left, is_over=state.is_over)
         room -= len(figure)
         if room < 0:
             break
         small.append(figure)
-    drawn += _row(small[:MOST])
-    if small[MOST:]:
-        title = plural(len(small) - MOST, "more chart")
-        drawn += theme.folded(title, _row(small[MOST:]), "margin:4px 0 0")
+    drawn += _row(small[: CANVAS.charts_per_row])
+    if small[CANVAS.charts_per_row :]:
+        title = plural(len(small) - CANVAS.charts_per_row, "more chart")
+        drawn += theme.folded(title, _row(small[CANVAS.charts_per_row :]), "margin:4px 0 0")
     more = max(0, len(curves) - 1 - len(small)) + len(state.curves.uncharted)
     if more > 0:
         is_full = len(state.curves.uncharted) >= tracking_limits.MAX_COUNTED_NAMES
@@ -195,31 +173,33 @@ def canvas(
     rate: Curve | None,
     *,
     log: bool | None = None,
-    width: int = WIDTH,
+    width: int = CANVAS.width_units,
 ) -> Picture | None:
     """Return the loss, the throughput and the strips, one above the other; None for nothing."""
     main = curves[0] if curves and curves[0].series.bins else None
     has_steps = made_steps(state) > 0
     x = _steps(state, [main] if main else [rate] if rate else [])
-    limit = BYTES if state.is_over else LIVE_BYTES
+    limit = (limits.FINAL_BOARD if state.is_over else limits.LIVE_BOARD).strip_bytes
     rows = strips.strips_of(state, now, x.high if has_steps and x else None, limit)
     if main is None and rows is None:
         return None
-    marks, labels, y = "", list[Label](), TOP
+    marks, labels, y = "", list[Label](), CANVAS.top_px
     if main is not None and x is not None:
-        place = _Place(x, y, LOSS, width)
+        place = _Place(x, y, CANVAS.loss_px, width)
         panel, texts = _loss(main, place, state, log)
-        marks, labels, y = panel, texts, y + LOSS + 10
+        marks, labels, y = panel, texts, y + CANVAS.loss_px + 10
         if rate is not None:
-            panel, texts = _rate(rate, state, _Place(x, y + 4, RATE, width))
-            marks, labels, y = marks + panel, labels + texts, y + RATE + 12
+            panel, texts = _rate(rate, state, _Place(x, y + 4, CANVAS.rate_px, width))
+            marks, labels, y = marks + panel, labels + texts, y + CANVAS.rate_px + 12
     is_apart = rows is not None and rows.seconds is not None and main is not None
-    y += BOTTOM if is_apart else 0  # for the steps, which are the curves' alone
+    y += CANVAS.bottom_px if is_apart else 0  # for the steps, which are the curves' alone
     bottom = y + (rows.height if rows else 0)
-    axis = y - BOTTOM if is_apart else bottom
+    axis = y - CANVAS.bottom_px if is_apart else bottom
     late = None
     if rows is not None:
-        shade, shares = _late(state, rows, y if rows.seconds is not None else TOP, bottom, width)
+        shade, shares = _late(
+            state, rows, y if rows.seconds is not None else CANVAS.top_px, bottom, width
+        )
         marks = shade + marks + strips.draw(rows, y, width)
         labels += _numbers(rows, state, y)
         if shares is not None and x is not None and rows.seconds is None:
@@ -232,10 +212,10 @@ def canvas(
     text = main.text if main is not None else "what each rank did over time"
     has_band = main is not None and len(main.series.ends) > 1
     band = f"light band: {main.name[:24]} of all ranks" if has_band and main is not None else ""
-    return Picture(marks, tuple(labels), width, bottom + BOTTOM, text, rows, band, late)
+    return Picture(marks, tuple(labels), width, bottom + CANVAS.bottom_px, text, rows, band, late)
 
 
-def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
+def shown(picture: Picture, *, is_over: bool, left: int = CANVAS.left_px) -> str:
     """Draw a canvas on a page: its marks as a picture, its labels as text, and a legend."""
     size = picture.width, picture.height
     inner = theme.stretched(
@@ -245,7 +225,7 @@ def shown(picture: Picture, *, is_over: bool, left: int = LEFT) -> str:
     strong = "".join(_html(label, left) for label in picture.labels if label.is_strong)
     drawn = (
         f'<div style="position:relative;height:{picture.height}px;'
-        f'margin:8px {RIGHT}px 0 {left}px">{inner}<div style="{theme.TICKS}">{soft}</div>'
+        f'margin:8px {CANVAS.right_px}px 0 {left}px">{inner}<div style="{theme.TICKS}">{soft}</div>'
         f'<div style="{theme.NAMES}">{strong}</div></div>'
     )
     if picture.strips is not None:
@@ -307,7 +287,7 @@ def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
 
 
 def _count_alike(one: Series, other: Series) -> bool:
-    return one.span[1] >= SAME * other.span[1]
+    return one.span[1] >= MIN_STEP_OVERLAP * other.span[1]
 
 
 def rate_of(state: RunState) -> Curve | None:
@@ -363,13 +343,13 @@ def _ticks(state: RunState, x: axes.Scale, y: float) -> list[Label]:
     now = x.place(made) if made and state.status != "succeeded" else 2.0
     shown = [_at_axis(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
     for tick, text in zip(x.ticks, x.labels, strict=True):
-        if abs(x.place(tick) - now) > (0.1 if now <= EDGE else 0.16):
+        if abs(x.place(tick) - now) > (0.1 if now <= CANVAS.last_middle else 0.16):
             shown.append(_at_axis(x.place(tick), y, text))
     return [Label(0, y, "step", "left"), *shown]
 
 
 def _at_axis(x: float, y: float, text: str, is_strong: bool = False) -> Label:
-    anchor = "end" if x > EDGE else "middle" if x > 0.03 else "begin"
+    anchor = "end" if x > CANVAS.last_middle else "middle" if x > 0.03 else "begin"
     return Label(x, y, text, anchor, is_strong)
 
 
@@ -456,7 +436,7 @@ def _loss(
         label, below = _end(points, text, place, cursor)
         label = label._replace(y=label.y - 10) if label.anchor == "start" else label
         ends.append((label, below))
-    return marks, [*place.values(), *_apart(ends, place.top + LOSS)]
+    return marks, [*place.values(), *_apart(ends, place.top + CANVAS.loss_px)]
 
 
 def _line(series: Series, line: Sequence[Point], place: _Place, colour: str) -> str:
@@ -554,8 +534,8 @@ def _rate(curve: Curve, state: RunState, place: _Place) -> tuple[str, list[Label
     marks += f'<path d="{place.path(line)}" fill="none" stroke="{theme.GREY}" '
     marks += f'stroke-width="1.5" {theme.FIXED}/>'
     label, _ = _end(line, "" if is_stuck(state) else curve.newest, place)
-    label = label._replace(y=place.top + RATE - 8, is_strong=False)
-    return marks, [Label(0, place.top + RATE / 2, curve.name, "left"), label]
+    label = label._replace(y=place.top + CANVAS.rate_px - 8, is_strong=False)
+    return marks, [Label(0, place.top + CANVAS.rate_px / 2, curve.name, "left"), label]
 
 
 _FAILED = ("failing", "failed")
@@ -610,36 +590,33 @@ def _epochs(state: RunState, x: axes.Scale, bottom: int, labels: list[Label], wi
         names += [str(first + i - 1) for i in to_come]
     elif rows and made > ends[-1]:  # the epoch that goes on
         ends, names = [*ends, made], [*names, str(rows[-1].epoch + 1)]
-    if rows and len(ends) <= LEGIBLE:
+    if rows and len(ends) <= 12:
         labels.append(Label(0, 7, "epoch", "left"))
         for name, begin, end in zip(names, [0, *ends], ends, strict=False):
             is_wide = x.place(end) - x.place(begin) > 0.03 or end == made
             if end > begin and is_wide and x.place(begin) < 0.95:
                 labels.append(Label(x.place(begin), 7, name))
     rules = [end for end in ends if end != made and 0 < x.place(end) < 1][:100]
-    lines = "".join(f"M{width * x.place(end):.0f} {TOP - 12}V{bottom}" for end in rules)
+    lines = "".join(f"M{width * x.place(end):.0f} {CANVAS.top_px - 12}V{bottom}" for end in rules)
     drawn = f'<path d="{lines}" stroke="#888" stroke-opacity=".4" stroke-dasharray="2 3" '
     drawn = f"{drawn}{theme.FIXED}/>" if lines else ""
     for number, (_, step) in enumerate(state.restarts, state.attempt - len(state.restarts) + 1):
         if x.low < step < x.high:
-            at = f"M{width * x.place(step):.0f} {TOP - 12}V{bottom}"
+            at = f"M{width * x.place(step):.0f} {CANVAS.top_px - 12}V{bottom}"
             drawn += f'<path d="{at}" stroke="#888" stroke-width="1.5" {theme.FIXED}/>'
             side = "start" if x.place(step) < 0.7 else "end"
-            labels.append(Label(x.place(step), TOP + 6, f"attempt {number}", side))
+            labels.append(Label(x.place(step), CANVAS.top_px + 6, f"attempt {number}", side))
     now = _present_step(state)
     if now and not state.is_over and x.place(now) < 0.99:
-        at = f"M{width * x.place(now):.0f} {TOP}V{bottom}"
+        at = f"M{width * x.place(now):.0f} {CANVAS.top_px}V{bottom}"
         drawn += f'<path d="{at}" stroke="#888" stroke-opacity=".8" {theme.FIXED}/>'
     return drawn
 
 
-_TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-"""Seconds between the times that are drawn."""
-
-
 def _times(seconds: float, y: float) -> list[Label]:
     """Return a few round times."""
-    step = next((s for s in _TIMES if seconds / s <= 6), seconds / 5 or 1.0)
+    choices = 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400
+    step = next((s for s in choices if seconds / s <= 6), seconds / 5 or 1.0)
     ticks = (i * step for i in range(int(seconds / step) + 1))
     shown = [_at_axis(t / seconds, y, theme.clock(t)) for t in ticks]
     return [Label(0, y, "time", "left"), *shown]
@@ -652,7 +629,9 @@ def _row(figures: Sequence[str]) -> str:
     """Draw small charts of one width in a row, and empty ones for the rest of it."""
     if not figures:
         return ""
-    rest = f'<div style="{_SMALL}"></div>' * (-len(figures) % MOST if len(figures) > MOST else 0)
+    per_row = CANVAS.charts_per_row
+    missing = -len(figures) % per_row if len(figures) > per_row else 0
+    rest = f'<div style="{_SMALL}"></div>' * missing
     style = "display:flex;flex-wrap:wrap;gap:4px 24px;margin-top:8px"
     return f'<div style="{style}">{"".join(figures)}{rest}</div>'
 
@@ -670,9 +649,9 @@ def _small(
             f'<div style="{_SMALL}">{head}<div style="{theme.SOFT}">no finite value yet</div></div>'
         )
     line = curve.line(64)
-    if not curve.span[1] >= SAME * x.high:  # it counts by itself: epochs, say
+    if not curve.span[1] >= MIN_STEP_OVERLAP * x.high:  # it counts by itself: epochs, say
         x = axes.of_steps(*curve.span, is_over=True, intervals=2)
-    place = _Place(x, 8, SMALL, WIDTH)
+    place = _Place(x, 8, CANVAS.small_chart_px, CANVAS.width_units)
     place.y = curve.scale(2, log, line)
     marks = place.grid() + _line(curve.series, line, place, theme.BLUE)
     if curve.twin is not None:
@@ -681,7 +660,7 @@ def _small(
         marks += f'stroke-width="2" stroke-dasharray="5 3" {theme.FIXED}/>'
     marks += _best(curve.name, curve.series, place, theme.BLUE)
     labels = tuple(place.values()[:: max(1, len(place.y.ticks) - 1)])
-    picture = Picture(marks, labels, WIDTH, SMALL + 16, curve.text)
+    picture = Picture(marks, labels, CANVAS.width_units, CANVAS.small_chart_px + 16, curve.text)
     name = f'<b style="font-weight:600;{theme.CUT}">{escape(curve.name[:40])}</b>'
     remarks = _named(curve, place.y.log).removeprefix(shorten(curve.name, 24))
     head = (

@@ -30,12 +30,7 @@ from ...tracking.state import RankState, RunState
 from .. import eta, outcomes, rank_texts, run_texts
 from .. import next_step as steps
 from . import canvas, theme
-
-TREND = 0.02
-"""The share of a loss by which it must change to fall or rise."""
-
-ENOUGH = 4
-"""Values of which a mean has an error that is worth something."""
+from .layout import FIGURES_PER_ROW
 
 
 class Figure(NamedTuple):
@@ -264,7 +259,8 @@ def _bar(state: RunState) -> str:
     done, fill = eta.of_run(state), theme.tones(look(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
     epochs, tail = eta.epochs(state), ""
-    pieces = epochs if 1 < epochs <= _PIECES else 1
+    most = 60
+    pieces = epochs if 1 < epochs <= most else 1
     full = (done or 0.0) * pieces
     if done is not None:
         value = f'aria-valuenow="{100 * done:.1f}" aria-valuetext="{100 * done:.0f} % done"'
@@ -273,7 +269,7 @@ def _bar(state: RunState) -> str:
     else:
         value = f'aria-valuetext="{name}: how long it will run is not known"'
         full = eta.of_epochs(state)
-        pieces = math.floor(full) + 1 if full < _PIECES else 1
+        pieces = math.floor(full) + 1 if full < most else 1
         pieces = pieces if full else 0
         fades = f"linear-gradient(90deg,{theme.TRACK},transparent)"
         tail = f'<div style="flex:{max(2, pieces // 2)} 1 0;background:{fades}"></div>'
@@ -290,11 +286,6 @@ def _bar(state: RunState) -> str:
     )
 
 
-_PIECES = 60
-"""Epochs that have a piece of the bar each, at most."""
-
-_FIGURES = 6
-
 _TILE = "flex:1 1 104px;min-width:0"
 """A key figure: six are of one width, and fill the board's."""
 
@@ -309,7 +300,7 @@ def _figures(state: RunState, now: float) -> str:
         for name, value, remarks in figures(state, now)
     )
     # Tiles without height let those of the last row be as wide as the others, below them.
-    even = f'<div style="{_TILE}"></div>' * (_FIGURES - drawn.count(_TILE))
+    even = f'<div style="{_TILE}"></div>' * (FIGURES_PER_ROW - drawn.count(_TILE))
     style = "display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0"
     return f'<div style="{style}">{drawn}{even}</div>' if drawn else ""
 
@@ -340,7 +331,7 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _result(state),
         _most_memory(state),
     ]
-    return [figure for figure in known if figure is not None][:_FIGURES]
+    return [figure for figure in known if figure is not None][:FIGURES_PER_ROW]
 
 
 def _done(state: RunState) -> Figure | None:
@@ -391,7 +382,7 @@ def _loss(state: RunState) -> Figure | None:
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change) or run_texts.is_stuck(state):
         return Figure(name, value, compared)
-    if abs(change) < TREND:
+    if abs(change) < 0.02:
         arrow, way = "→", f"no clear change in {plural(steps, 'step')}"
     else:
         arrow, way = "↘" if change < 0 else "↗", f"{100 * change:+.0f} % in {plural(steps, 'step')}"
@@ -428,7 +419,7 @@ def trend(series: Series) -> tuple[float, float, int]:
     for part in (span / 8, span / 4):
         new = [each for each in band if each.x > last - part]
         old = [each for each in band if last - 2 * part < each.x <= last - part]
-        if min(len(new), len(old)) >= ENOUGH:
+        if min(len(new), len(old)) >= 4:  # fewer give no error of a mean
             (now, error), (before, error_before) = map(_mean, (new, old))
             steps = round((new[0].x + new[-1].x - old[0].x - old[-1].x) / 2)
             is_more = abs(now - before) > 3 * math.hypot(error, error_before)

@@ -11,20 +11,8 @@ from ...hangs import verdict
 from ...system.text import plural, shorten
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import merged_log, outcomes
+from .. import limits, merged_log, outcomes
 from . import theme
-
-LAST_LINES, LIVE_LINES, FINAL_LINES = 2, 12, 60
-"""Lines of a log that is folded, of one that the user unfolded, and of a run that is over."""
-
-ALONE = 8
-"""Ranks whose own log can be unfolded after the run: those in trouble, and the first."""
-
-LIVE_BYTES = 4_000
-BYTES = 60_000
-"""What all panels may take together, as HTML."""
-
-_WIDTH = 160
 
 
 def merged(state: RunState, count: int) -> list[tuple[str, str]]:
@@ -33,9 +21,9 @@ def merged(state: RunState, count: int) -> list[tuple[str, str]]:
     ranks = [rank if rank is cause else _without_traceback(rank) for rank in state.ranks]
     talkers = sorted(ranks, key=_in_trouble_first)
     groups = merged_log.grouped(merged_log.tails(talkers, state, 2 * count))
-    others = [(ranks, frozenset(lines)) for ranks, lines in groups[merged_log.GROUPS :]]
+    others = [(ranks, frozenset(lines)) for ranks, lines in groups[limits.MAX_MERGED_LOGS :]]
     # From the end, which is now for all ranks.
-    newest = merged_log.merged(groups[: merged_log.GROUPS], backwards=True)
+    newest = merged_log.merged(groups[: limits.MAX_MERGED_LOGS], backwards=True)
     return [
         (outcomes.name_ranks(sorted([*ranks, *_having(line, others)]), state), line)
         for ranks, line in reversed(list(islice(newest, count)))
@@ -63,32 +51,37 @@ def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -
     After the run, the merged log and that of each rank are there to unfold.
     """
     count = sum(rank.log_count for rank in state.ranks)
+    board = limits.FINAL_BOARD if state.is_over else limits.LIVE_BOARD
     if not count:
         return ""
     if not state.is_over:
         if only is not None and only < state.world_size:
-            lines = [(f"rank {only}", line) for line in state.ranks[only].log[-LIVE_LINES:]]
+            lines = [(f"rank {only}", line) for line in state.ranks[only].log[-board.log_lines :]]
         else:
-            lines = merged(state, LIVE_LINES)
-        shown = lines[-LAST_LINES:] if is_folded else lines
-        drawn = _pre(shown, "max-height:220px", LIVE_BYTES, brief=True)
+            lines = merged(state, board.log_lines)
+        shown = lines[-2:] if is_folded else lines
+        drawn = _pre(shown, "max-height:220px", board.log_bytes, brief=True)
         if len(shown) == len(lines):
             return drawn
         more = f"{plural(count, 'line')} in run.logs()"
         return f'{drawn}<div style="{theme.SOFT};font-size:12px">{more}</div>'
-    everything = _details(f"Log: {plural(count, 'line')}", merged(state, FINAL_LINES), BYTES // 2)
+    everything = _details(
+        f"Log: {plural(count, 'line')}", merged(state, board.log_lines), board.log_bytes // 2
+    )
     talkers = sorted((rank for rank in state.ranks if rank.log), key=_in_trouble_first)
     single = ""
     if len(talkers) > 1:
         alone = "".join(
             _details(
                 f"rank {rank.rank}: {plural(rank.log_count, 'line')}",
-                [("", line) for line in rank.log[-FINAL_LINES:]],
-                BYTES // 2 // ALONE,
+                [("", line) for line in rank.log[-board.log_lines :]],
+                board.log_bytes // 2 // limits.MAX_LISTED,
             )
-            for rank in talkers[:ALONE]
+            for rank in talkers[: limits.MAX_LISTED]
         )
-        left = f": {ALONE} of {len(talkers)}" if len(talkers) > ALONE else ""
+        left = (
+            f": {limits.MAX_LISTED} of {len(talkers)}" if len(talkers) > limits.MAX_LISTED else ""
+        )
         single = theme.folded(f"Log by rank{left}", f'<div style="margin-left:16px">{alone}</div>')
     return f'<div style="margin-top:6px">{everything}{single}</div>'
 
@@ -118,7 +111,7 @@ def _pre(lines: Sequence[tuple[str, str]], height: str, limit: int, *, brief: bo
 
 def _line(ranks: str, line: str, width: int, brief: bool) -> str:
     prefix = f'<span style="{theme.SOFT}">{escape(f"{ranks:<{width}}")} │</span> ' if width else ""
-    short = escape(shorten(line, _WIDTH))
-    if brief or len(line) <= _WIDTH:
+    short = escape(shorten(line, limits.MAX_LOG_LINE_CHARS))
+    if brief or len(line) <= limits.MAX_LOG_LINE_CHARS:
         return prefix + short
     return f'{prefix}<span title="{escape(line)}">{short}</span>'

@@ -16,21 +16,9 @@ from typing import NamedTuple
 from ...hangs import verdict
 from ...system.text import format_bytes, format_number, format_ranks, shorten
 from ...tracking.state import RankState, RunState
-from .. import eta, rank_texts
+from .. import eta, limits, rank_texts
 from ..tables import LEFT, RIGHT, Cell, html_table
 from . import theme
-
-_POSITION = 64
-"""Characters of a position that are shown."""
-
-FEW = 2
-"""Ranks up to which each has a row, alike or not."""
-
-APART = 0.05
-"""The difference in progress from which rows have bars, and that in pace which is told."""
-
-NAMED = 6
-"""Ranks that are named among many."""
 
 
 class Row(NamedTuple):
@@ -47,8 +35,8 @@ class Row(NamedTuple):
 
     @property
     def some(self) -> Sequence[RankState]:
-        """Up to 64 of the ranks, from all over."""
-        return self.ranks[:: -(-len(self.ranks) // 64)]
+        """Up to `MAX_DRAWN_RANKS` of the ranks, from all over."""
+        return self.ranks[:: -(-len(self.ranks) // limits.MAX_DRAWN_RANKS)]
 
     def over_all(self, text: Callable[[RankState], str]) -> str:
         """Return what is said of each rank: of several that differ, of the middle one."""
@@ -82,10 +70,10 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     `each`: a row per rank.
     """
     apart = rank_texts.Apart(state)
-    if each or state.world_size <= FEW:
+    if each or state.world_size < limits.MIN_GROUP_RANKS:
         return [Row((r,), apart.reason(r), apart.waits_longer(r)) for r in state.ranks]
     worst = ["failed", "failing", "stuck", "slow", "not joined yet"]
-    most = NAMED if state.world_size <= 16 else NAMED // 2
+    most = limits.MAX_NAMED_RANKS // (1 if state.world_size <= limits.MAX_RANK_ROWS else 2)
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
     for rank in state.ranks:
@@ -137,8 +125,11 @@ def _are_together(rows: Sequence[Row]) -> bool:
     if is_still or not len(rows) == len(steps) == len(rates):
         return False
     shares = [share for share in map(_share, rows) if share is not None] or [0.0]
-    is_near = max(steps) - min(steps) <= max(2.0, max(rates)) and max(shares) - min(shares) < APART
-    return is_near and max(rates) - min(rates) <= APART * max(rates)
+    is_near = (
+        max(steps) - min(steps) <= max(2.0, max(rates))
+        and max(shares) - min(shares) < limits.MIN_GAP_SHARE
+    )
+    return is_near and max(rates) - min(rates) <= limits.MIN_GAP_SHARE * max(rates)
 
 
 def _remark(row: Row, state: RunState) -> str:
@@ -147,7 +138,9 @@ def _remark(row: Row, state: RunState) -> str:
         return ""
     rank, lines = row.first, [escape(row.reason)] if row.reason else []
     drawn = state.curves.all  # what has a curve is no rank's own: a validation is often rank 0's
-    if state.world_size <= FEW and (others := rank_texts.metrics(rank, 5, but=drawn)):
+    if state.world_size < limits.MIN_GROUP_RANKS and (
+        others := rank_texts.metrics(rank, 5, but=drawn)
+    ):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = verdict.describe_trouble(rank, state)
     if (
@@ -165,7 +158,7 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     is_named = any(row.waits_longer for row in rows if row.reason)
     soft_left = f"{LEFT};{theme.SOFT}"
     shares = [share for share in map(_share, rows) if share is not None]
-    has_bars = bool(shares) and max(shares) - min(shares) >= APART
+    has_bars = bool(shares) and max(shares) - min(shares) >= limits.MIN_GAP_SHARE
     bars = [
         Column("", lambda row: _bar(row, state), "min-width:72px"),
         Column("", lambda row: _percent(row), RIGHT, 42),
@@ -227,8 +220,8 @@ def _loss(row: Row) -> str:
 
 def _position(row: Row) -> str:
     position = row.over_all(rank_texts.bar_positions)
-    short = escape(shorten(position, _POSITION))
-    too_long = len(position) > _POSITION
+    short = escape(shorten(position, 64))
+    too_long = len(position) > 64
     return f'<span title="{escape(position[:400])}">{short}</span>' if too_long else short
 
 

@@ -10,21 +10,11 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from ...tracking import limits as tracking_limits
 from ...tracking.overview import timeline as of
 from ...tracking.state import RunState
+from .. import limits
 from . import theme
-
-ROWS = 64
-"""Strips that are drawn at most."""
-
-COLUMNS = 240
-"""Columns of a strip, at first: more bytes than there is room for halve them."""
-
-WIDE = 3
-"""Columns of a failure or a standstill at a strip's end, at least."""
-
-FEWEST = 6
-"""Bins of time before there is something to see, and columns that are left in any case."""
 
 LOOKS = {
     of.UNKNOWN: (theme.GREY, 0.0),
@@ -85,15 +75,18 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     count = max((len(row.letters) for row in rows), default=0)
     seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
     # Of a short run, a bin holds many steps and the saving after them: only how it ended is sure.
-    least = FEWEST if seen & {of.FAILED, of.STALLED} else 2 * FEWEST
+    least = (
+        limits.MIN_STRIP_COLUMNS if seen & {of.FAILED, of.STALLED} else 2 * limits.MIN_STRIP_COLUMNS
+    )
     if count < least or not seen:
         return None
-    per = -(-len(rows) // ROWS)
+    per = -(-len(rows) // limits.MAX_DRAWN_RANKS)
     starts = range(0, len(rows), per)
     merged = [_worst([row.letters.ljust(count) for row in rows[i : i + per]]) for i in starts]
     seconds = count * rows[0].width if last is None else None
     steps = [max(rows[i : i + per], key=lambda row: len(row.letters)).steps for i in starts]
-    columns = count if last is None else COLUMNS if len(merged) <= 32 else COLUMNS // 2
+    most = tracking_limits.MAX_TIMELINE_BINS
+    columns = count if last is None else most if len(merged) <= 32 else most // 2
     while True:
         bands = merged
         if last is not None:
@@ -101,7 +94,7 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
             bands = [of.letters_by_step(_timeline(*line), last, columns) for line in lines]
         bands = _with_peers(list(map(_legible, bands)), state)
         strips = Strips(bands, list(starts), columns, seconds, per)
-        if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= FEWEST:
+        if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= limits.MIN_STRIP_COLUMNS:
             return strips
         columns = -(-columns // 2)
         merged = (
@@ -120,9 +113,9 @@ def _timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
 def _legible(band: str) -> str:
     """Return a strip in which how a rank ended, or stands still, is wide enough to be seen."""
     last = band[-1:]
-    if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < WIDE:
+    if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < 3:
         return band
-    return band[: min(len(band.rstrip(last)), len(band) - WIDE)].ljust(len(band), last)
+    return band[: min(len(band.rstrip(last)), len(band) - 3)].ljust(len(band), last)
 
 
 def _with_peers(bands: list[str], state: RunState) -> list[str]:
@@ -135,7 +128,7 @@ def _with_peers(bands: list[str], state: RunState) -> list[str]:
     if len(steps) < 2 or max(steps) - min(steps) > max(3, 0.02 * max(steps)):
         return bands
     alone = [_alone(bands, row) for row in range(len(bands))]
-    waits = {at for row in alone if len(row) >= FEWEST for at in row}
+    waits = {at for row in alone if len(row) >= limits.MIN_STRIP_COLUMNS for at in row}
     if not waits:
         return bands
     return [

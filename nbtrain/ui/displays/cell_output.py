@@ -7,14 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import merged_log, run_texts
+from .. import limits, merged_log, run_texts
 from .html_display import Display, show
-
-SHORT = 1.0
-"""Seconds after which the board is drawn."""
-
-LINES = 4
-"""Lines of a display of a rank other than the first that are shown, where they differ."""
 
 
 class CellOutput(Display):
@@ -29,7 +23,7 @@ class CellOutput(Display):
             self._board.listen()
 
     def update(self, state: RunState, now: float) -> None:
-        if self._board is None and state.elapsed(now) >= SHORT:
+        if self._board is None and state.elapsed(now) >= limits.BOARD_DELAY_S:
             self._board = self._make_board()
         if self._board is not None:
             self._board.update(state, now)
@@ -76,7 +70,7 @@ def displayed(ranks: Sequence[RankState]) -> Iterator[str | Mapping[str, float |
             yield from _labelled(same, _text(each))
         for rank in others:
             text = texts[rank.rank][index]
-            if rank not in same and text.count("\n") < LINES:
+            if rank not in same and text.count("\n") < 4:
                 yield from _labelled([rank], text)
 
 

@@ -8,20 +8,8 @@ from typing import Any
 
 from ...system.host import is_crowded
 from ...tracking.state import RunState
-from .. import text_summary
+from .. import limits, text_summary
 from ..board import board
-
-INTERVAL = 0.2
-"""Mean seconds between two updates of a display."""
-
-BYTES_PER_SECOND = 120_000
-"""What the updates of a display may send: a large board is drawn less often."""
-
-SHARE = 0.004
-"""The part of a core that drawing takes where the ranks have use for all of them."""
-
-SLOWEST = 2.0
-"""Seconds between two updates, at most, for want of a core."""
 
 
 class Display:
@@ -97,7 +85,7 @@ class Pace:
     def __init__(self) -> None:
         self._state: RunState | None = None
         self._drawn = -1e9
-        self._interval = INTERVAL
+        self._interval = limits.MIN_DRAW_INTERVAL_S
         self._began = 0.0  # by the clock of this thread's CPU time
 
     def is_due(self, state: RunState, now: float) -> bool:
@@ -113,12 +101,18 @@ class Pace:
         return True
 
     def spent(self, size: int) -> None:
-        """Record the bytes of a drawing: the next one waits until `BYTES_PER_SECOND` allows it.
+        """Record the bytes of a drawing: the next one waits until `MAX_BYTES_PER_S` allows it.
 
-        And on a host whose cores are all busy, until `SHARE` does.
+        And on a host whose cores are all busy, until `MAX_DRAW_CORE_SHARE` does.
         """
-        seconds = (time.thread_time() - self._began) / SHARE if is_crowded() else 0.0
-        self._interval = max(INTERVAL, size / BYTES_PER_SECOND, min(SLOWEST, seconds))
+        seconds = (
+            (time.thread_time() - self._began) / limits.MAX_DRAW_CORE_SHARE if is_crowded() else 0.0
+        )
+        self._interval = max(
+            limits.MIN_DRAW_INTERVAL_S,
+            size / limits.MAX_BYTES_PER_S,
+            min(limits.MAX_DRAW_INTERVAL_S, seconds),
+        )
 
 
 class HtmlDisplay(Display):

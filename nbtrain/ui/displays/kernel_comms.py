@@ -24,7 +24,6 @@ CONTROL = "jupyter.widget.control"
 """The comm through which a reloaded page asks for the state of all widgets."""
 
 _QUESTIONS = ("comm_info_request", "kernel_info_request")
-_LIMIT = 200
 
 Pump = Callable[[Collection[str]], bool]
 """Handles messages for these comms; returns False if that does not work (any more)."""
@@ -58,6 +57,8 @@ class CommPump:
 
     def _take(self, comm_ids: Collection[str], matches: list[tuple[Any, Any]]) -> None:
         """Collect messages for our widgets; pass the others on."""
+        import zmq
+
         receiver = self._receiver()
 
         def sort(frames: Any) -> Any:
@@ -69,7 +70,7 @@ class CommPump:
 
         self._stream.on_recv(sort, copy=False)
         try:
-            self._stream.flush(_POLLIN, _LIMIT)
+            self._stream.flush(zmq.POLLIN, limit=200)
         finally:
             self._stream.on_recv(receiver, copy=False)
 
@@ -107,6 +108,8 @@ class CommPump:
 
     def _handle(self, idents: Any, message: Any) -> None:
         """Call ipykernel's own handler; the cell stays the parent of what is shown."""
+        import zmq
+
         kind, kernel = message["header"]["msg_type"], self._kernel
         asks = kind in _QUESTIONS
         try:
@@ -116,15 +119,12 @@ class CommPump:
             if asyncio.iscoroutine(answer):
                 _finish(answer)
             if hasattr(self._reply_to, "flush"):
-                self._reply_to.flush(_POLLOUT)
+                self._reply_to.flush(zmq.POLLOUT)
             if asks:  # a question waits for `idle`, and the page still shows the cell as running
                 kernel._publish_status("idle", "shell", message)
                 kernel._publish_status("busy", "shell")
         except Exception as error:  # as ipykernel does when a handler fails
             kernel.log.error("nbtrain: the handler of %s failed", kind, exc_info=error)
-
-
-_POLLIN, _POLLOUT = 1, 2  # zmq's, fixed by its ABI
 
 
 def find_pump(shell: Any) -> Pump | None:

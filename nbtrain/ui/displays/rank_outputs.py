@@ -8,10 +8,8 @@ from typing import Any
 from ...system.text import format_ranks
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
+from .. import limits
 from .html_display import Display, in_marimo, show
-
-INTERVAL = 0.5
-"""Seconds between two looks at what ranks displayed: one may draw its curve anew at each step."""
 
 _EMPTY = {"text/plain": "", "text/html": ""}
 
@@ -27,7 +25,7 @@ class RankOutputs:
 
     def update(self, state: RunState, now: float) -> None:
         """Show what is new of the first rank."""
-        if not 0 <= now - self._looked < INTERVAL:
+        if not 0 <= now - self._looked < limits.OUTPUT_INTERVAL_S:
             self._looked = now
             self._show(state.ranks[self._rank or 0])
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...tracking.state import RunState
+from .. import limits
 from . import kernel_comms
 from .html_display import Display, HtmlDisplay, in_marimo, ipython_shell
 from .rank_outputs import WithOutputs
@@ -102,10 +103,6 @@ def _has_widgets(shell: Any) -> bool:
         return False
 
 
-RETRY = 5.0
-"""Seconds after which a failed drawing is tried again."""
-
-
 class GuardedDisplay:
     """A display whose failure does not stop the run: it warns once.
 
@@ -122,7 +119,9 @@ class GuardedDisplay:
         """Handle clicks, and show the present state if that works."""
         self._attempt(self._display.listen)
         passed = time.monotonic() - self._failed
-        if passed > RETRY and not self._attempt(partial(self._display.update, state, now)):
+        if passed > limits.DRAW_RETRY_S and not self._attempt(
+            partial(self._display.update, state, now)
+        ):
             self._failed = time.monotonic()
 
     def finish(self, state: RunState, now: float) -> None:

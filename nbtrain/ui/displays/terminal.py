@@ -16,14 +16,8 @@ from typing import TextIO
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import merged_log, run_texts, text_summary
+from .. import limits, merged_log, run_texts, text_summary
 from .html_display import Display, Pace, bundle, show
-
-TEXT_INTERVAL = 5.0
-"""Seconds between two progress lines of a rank in plain text."""
-
-SOON = 0.5
-"""Seconds within which a line of one rank may be that of others, too."""
 
 _COLOURS = {"done": 32, "succeeded": 32, "running": 34, "failed": 31, "failing": 31}
 _COLOURS |= {"finished": 33, "stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
@@ -47,10 +41,10 @@ class TextDisplay(Display):
             self._hang = state.hang
             _print([f"⚠ {state.hang}" if state.hang else "● the run continues"])
         if self._due is None:
-            self._due = now + TEXT_INTERVAL
+            self._due = now + limits.PROGRESS_INTERVAL_S
             _print([f"● {state.full_title}: {run_texts.facts(state, now)}"])
-        elif not 0 < self._due - now <= TEXT_INTERVAL:  # reached, or the clock was set
-            self._due = now + TEXT_INTERVAL
+        elif not 0 < self._due - now <= limits.PROGRESS_INTERVAL_S:  # reached, or the clock was set
+            self._due = now + limits.PROGRESS_INTERVAL_S
             _print(self._progress(state))
 
     def _progress(self, state: RunState) -> list[str]:
@@ -126,7 +120,10 @@ class _Output:
             seen = [(now, line) for line in self._new_of(rank, state)]
             if seen:
                 self._waiting.setdefault(rank.rank, []).extend(seen)
-        return [*lines, *self._merged(state, math.inf if is_last else now - SOON)]
+        return [
+            *lines,
+            *self._merged(state, math.inf if is_last else now - limits.OUTPUT_INTERVAL_S),
+        ]
 
     def _new_of(self, rank: RankState, state: RunState) -> Iterator[str]:
         new = rank.log_count - self._printed.get(rank.rank, 0)

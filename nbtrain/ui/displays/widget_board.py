@@ -7,18 +7,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...tracking import limits as tracking_limits
 from ...tracking.state import RunState
+from .. import limits
 from ..board import board, header
 from .html_display import Display, Pace, bundle, show, wire_size
 from .kernel_comms import Pump
 from .widget_controls import Controls
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
-KEEP = 20
-"""Boards of finished runs that stay open as widgets: as many as there are run folders."""
-
-SPEAK_EVERY = 15.0
-"""Seconds between two sentences for a screen reader, while nothing changes but numbers."""
 
 _NO_WIDGETS = (
     '<div style="opacity:.7;font-size:12px">This board shows how the run began, because this '
@@ -122,7 +119,7 @@ class WidgetDisplay(Display):
     def _speak(self, state: RunState, now: float) -> None:
         """Have a screen reader say how the run is: when that changes, and now and then."""
         status = header.status(state)
-        if status != self._spoken[0] or now - self._spoken[1] >= SPEAK_EVERY:
+        if status != self._spoken[0] or now - self._spoken[1] >= limits.STATUS_INTERVAL_S:
             self._spoken = status, now
             self._voice.value = board.spoken(state, now)
 
@@ -164,9 +161,9 @@ _open_boxes: collections.deque[Any] = collections.deque()
 
 
 def _keep_open(box: Any) -> None:
-    """Keep a board open in the kernel, and close the oldest beyond `KEEP`."""
+    """Keep a board open in the kernel, and close the oldest beyond `MAX_RUNS`."""
     _open_boxes.append(box)
-    while len(_open_boxes) > KEEP:
+    while len(_open_boxes) > tracking_limits.MAX_RUNS:
         _close(_open_boxes.popleft())
 
 

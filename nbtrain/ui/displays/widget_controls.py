@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...tracking.state import RunState
-from .. import card
+from .. import card, limits
 from ..board import board, theme
 
 _STOP_TIP = "End all ranks of this run, as ■ does; they have 2 s to save what they need"
@@ -19,8 +19,6 @@ _AUTOMATIC, _LAST, _EVERY = "automatic", "last lines", "all ranks"
 _AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
 _ALIKE = "alike in a row"
 _RANKS = {_ALIKE: False, "each": True}
-MENU = 64
-"""The most entries of a menu; of more ranks or metrics, the first."""
 
 
 class Controls:
@@ -102,10 +100,10 @@ class Controls:
         """Offer what there is to choose, while ⋯ is pressed."""
         talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
         offered = {
-            "chart": [_AUTOMATIC, *list(state.curves.all)[:MENU]],
+            "chart": [_AUTOMATIC, *list(state.curves.all)[: limits.MAX_DRAWN_RANKS]],
             "axis": list(_AXES) if state.curves.all else [],
-            "log": [_LAST, _EVERY, *talkers[:MENU]] if talkers else [],
-            "ranks": list(_RANKS) if 2 < state.world_size <= board.ROWS else [],
+            "log": [_LAST, _EVERY, *talkers[: limits.MAX_DRAWN_RANKS]] if talkers else [],
+            "ranks": list(_RANKS) if 2 < state.world_size <= limits.MAX_RANK_ROWS else [],
         }
         for name, options in offered.items():
             if len(options) < 2 + (name == "chart"):

@@ -17,7 +17,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.overview import epochs
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import EpochRow, RankState, RunState
-from nbtrain.ui import eta, text_summary
+from nbtrain.ui import eta, limits, text_summary
 from nbtrain.ui.board import board as html
 from nbtrain.ui.board import canvas, epoch_rows, header, log_panel, strips, theme
 from tests.support import board_states
@@ -367,7 +367,7 @@ def test_the_static_log_can_be_read_rank_by_rank() -> None:
     assert "rank 3: 2 lines" in page.text
     failed = ev.Exited(150, 13, 1, "failed")
     many = Page(html.render(ended(board(20, failed)), 200.0))
-    assert len(many.all("summary")) == 2 + log_panel.ALONE + 1  # and the card
+    assert len(many.all("summary")) == 2 + limits.MAX_LISTED + 1  # and the card
     assert "Log by rank: 8 of 20" in many.text
     assert "rank 13: 2 lines" in many.text
 
@@ -592,7 +592,7 @@ def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
     for name in ("ranks-64", "ranks-1024"):
         made = strips_of(*board_states.drawn_at(name))
         assert len(made.bands) == 64
-        assert len(strips.draw(made, 0, 1000)) <= canvas.LIVE_BYTES + 200
+        assert len(strips.draw(made, 0, 1000)) <= limits.LIVE_BOARD.strip_bytes + 200
     starting, now = board_states.drawn_at("importing")
     assert canvas.canvas(starting, now, [], None) is None  # nothing to see yet
 

@@ -14,6 +14,7 @@ from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import PreviousRun, RankState, RunState
 from nbtrain.ui.board import board, canvas, strips, theme
+from nbtrain.ui.board.layout import CANVAS
 from tests.support import board_states
 from tests.support.kernel import Notebook
 
@@ -128,20 +129,20 @@ def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     assert made.late is not None
     (end,) = (float(x.text) for x in made.labels if x.is_strong and x.text.isdigit())
     per_step = next(x.x for x in made.labels if x.text == str(int(end))) / end
-    first, last = (step * per_step * canvas.WIDTH for step in made.late)
+    first, last = (step * per_step * CANVAS.width_units for step in made.late)
     (shade,) = re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)"', made.marks)
     assert [int(shade[0]), int(shade[0]) + int(shade[1])] == [
         pytest.approx(first, abs=4),
         pytest.approx(last, abs=4),
     ]
-    assert first == pytest.approx(240 * per_step * canvas.WIDTH, abs=8)
+    assert first == pytest.approx(240 * per_step * CANVAS.width_units, abs=8)
     (rate,) = re.findall(rf'd="([^"]*)" fill="none" stroke="{theme.GREY}"', made.marks)
     falls = [x for (x, y), (_, after) in pairwise(places(rate)) if after > y]
     assert falls[0] == pytest.approx(first, abs=12)  # the bump
     assert made.strips is not None
     waits = [i for i, letter in enumerate(made.strips.bands[3]) if letter == "d"]
-    late = [i * canvas.WIDTH / made.strips.columns for i in waits]
-    assert next(x for x in late if x > 0.7 * canvas.WIDTH) == pytest.approx(first, abs=8)
+    late = [i * CANVAS.width_units / made.strips.columns for i in waits]
+    assert next(x for x in late if x > 0.7 * CANVAS.width_units) == pytest.approx(first, abs=8)
     page = drawn(board_states.drawn_at("slow-data")[0])
     assert f"the others 1 % (steps {made.late[0]}–{made.late[1]})" in page
 
