@@ -16,7 +16,7 @@ from ..lifecycle.run import Run
 from ..system.text import strip_controls
 from ..tracking import clock
 from ..ui import text_summary
-from ..ui.summary import SCHEMA_VERSION, as_plain, summary
+from ..ui.summary import SCHEMA_VERSION, summary, to_json_value
 from . import doctor
 
 
@@ -108,7 +108,7 @@ def _do(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         case "doctor":
             return _examine(options)
         case "runs" if options.json:
-            listed = [as_plain(info) for info in catalog.run_infos()]
+            listed = [to_json_value(info) for info in catalog.run_infos()]
             _print_json({"schema": SCHEMA_VERSION, "runs": listed})
         case "runs":
             _show(catalog.page(catalog.run_infos(), "nbtrain"))

@@ -1,4 +1,4 @@
-"""Returns in a sentence what to do about a run that has a problem. Pure."""
+"""Advises what to do about a run that has a problem. Pure."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _FASTER = (
 
 
 def next_step(state: RunState) -> str:
-    """Return what to do next; "" where a run is well, or only its user knows."""
+    """Return what to do next, in a sentence; "" if there is no problem or no known remedy."""
     culprit = verdict.find_culprit(state)
     if run_texts.is_stuck(state):
         return _STUCK
     if culprit is not None:
-        return _after_failure(culprit, state)
+        return _advise_after_failure(culprit, state)
     if state.status == "lost":
         return _LOST
     if state.status == "timed out":
@@ -76,8 +76,8 @@ def next_step(state: RunState) -> str:
     return _FASTER.format(format_ranks(slow), "loads" if len(slow) == 1 else "load")
 
 
-def _after_failure(rank: RankState, state: RunState) -> str:
-    """Return the remedy of a known error, else of its kind, else the line to change."""
+def _advise_after_failure(rank: RankState, state: RunState) -> str:
+    """Return the remedy for a known error, else for its kind, else the line to correct."""
     kind, line = verdict.classify_rank_failure(rank, state)
     known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
     if known:

@@ -1,16 +1,11 @@
-"""Describes what ranks returned and sent to the notebook, and whether it arrived. Pure."""
+"""Describes what ranks returned and saved for the notebook, and whether it arrived. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ..system.text import (
-    format_bytes,
-    format_count,
-    format_ranks,
-    plural,
-)
+from ..system.text import format_bytes, format_count, format_ranks, plural
 from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
 from ..tracking.state import RunState
@@ -18,10 +13,10 @@ from .limits import MAX_RESULTS
 
 
 class Result(NamedTuple):
-    """What ranks returned: ``rank 0``, or several that returned the same, and its text."""
+    """A result, and the ranks that returned it."""
 
     ranks: str
-    """Empty for the number of further results."""
+    """``rank 0``, ``ranks 0, 4–7``; empty in the last row if that counts further results."""
     text: str
 
     def __str__(self) -> str:
@@ -29,12 +24,12 @@ class Result(NamedTuple):
 
     @property
     def arrow(self) -> str:
-        """Whose result it is, before the result."""
+        """The ranks and an arrow, to stand before the result."""
         return f"{self.ranks} → " if self.ranks else ""
 
 
 def results(state: RunState) -> list[Result]:
-    """Return what ranks returned, equal results in one row; empty if all returned None."""
+    """Return what ranks returned, equal results in one row; an empty list if all returned None."""
     by_result: dict[tuple[str, str], list[int]] = {}
     for rank in state.ranks:
         if rank.result is not None:
@@ -47,12 +42,12 @@ def results(state: RunState) -> list[Result]:
 
 
 def name_ranks(ranks: Collection[int], state: RunState) -> str:
-    """Name ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
+    """Return the name of some ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
     return "all ranks" if len(ranks) == state.world_size > 1 else format_ranks(ranks)
 
 
 def artifact_lines(state: RunState) -> list[str]:
-    """Return one line for each value that ranks sent to the notebook, and whether it arrived.
+    """Return one line for each value that ranks saved for the notebook, and whether it arrived.
 
     ``model: 86 M parameters updated from rank 0 (328 MiB)``.
     """

@@ -1,4 +1,4 @@
-"""Describes a run: where it stands, what it runs on, what may go wrong. Pure."""
+"""Describes a run: its position, its devices, its warnings. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..tracking.events import Host
 from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
 from ..tracking.state import RunState
 from . import rank_texts
-from .eta import fraction, remaining
+from .eta import fraction, time_left
 from .limits import MAX_LISTED
 
 
 def run_position(state: RunState) -> tuple[str, str]:
-    """Return where a run stands, in a few words and in more: ``epoch 3``, ``40/100 batches``."""
+    """Return a run's position, short and in detail: ``epoch 3``, ``40/100 batches``."""
     ranks = [rank for rank in state.ranks if rank.bar is not None]
-    # The last of those that go on: so does the share that is shown beside it.
+    # The slowest active rank: the share that is shown beside this is of that rank, too.
     rank = min(ranks, key=lambda rank: (rank.is_over, fraction(rank) or 0.0), default=None)
     if rank is None or rank.bar is None:
         return "", ""
@@ -40,12 +40,12 @@ def run_position(state: RunState) -> tuple[str, str]:
 
 
 def hang(state: RunState) -> str:
-    """Return which rank waits for which; of a run that is over, how that was at the end."""
+    """Return the sentence about a hang; for a run that has ended, that it hung when it ended."""
     return f"when the run ended: {state.hang}" if state.is_over and state.hang else state.hang
 
 
 def is_stuck(state: RunState) -> bool:
-    """Whether ranks make no progress; one that is merely slower than others is no hang."""
+    """Whether no rank makes progress. A rank that is only slower than others is no hang."""
     return (
         bool(state.hang)
         and not state.is_over
@@ -55,9 +55,10 @@ def is_stuck(state: RunState) -> bool:
 
 
 def facts(state: RunState, now: float, *, brief: bool = False) -> str:
-    """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
+    """Return the run in one line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
 
-    `brief`: without the time left, and in whole seconds while it runs: each change is sent.
+    With `brief`, leave out the time left and give whole seconds while the run lasts: a board sends
+    each change to the page.
     """
     parts = [plural(state.world_size, "rank"), state.engine, devices(state)]
     if state.precision != "no":
@@ -67,26 +68,26 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     passed = state.elapsed(now)
     parts.append(whole_seconds(passed) if brief and not state.is_over else format_duration(passed))
     is_slow = any(rank.hang == "slow?" for rank in state.ranks)
-    left = "" if brief or (state.hang and not is_slow) else remaining(state, now)
+    left = "" if brief or (state.hang and not is_slow) else time_left(state, now)
     return " · ".join(filter(None, [*parts, left]))
 
 
 def whole_seconds(seconds: float) -> str:
-    """Return a duration that changes once a second."""
+    """Return a duration in whole seconds, so that it changes once a second."""
     return (
         f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_DURATION_S)))
     )
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:
-    """Return what may go wrong, one line each; of those beyond `limit`, only the number."""
+    """Return the warnings of a run, one line each, and the number of those beyond `limit`."""
     more = len(state.notes) - limit
     shown = [f"⚠ {note}" for note in state.notes[:limit]]
     return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
 
 
 def devices(state: RunState) -> str:
-    """Name what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
+    """Return what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
     if state.device in tpu.ENGINES.values():
         return "TPU"
     if len(nodes(state)) > 1:
@@ -100,12 +101,12 @@ def devices(state: RunState) -> str:
 
 
 def nodes(state: RunState) -> list[str]:
-    """Return the names of the nodes that ranks run on; empty if that is the launcher's host."""
+    """Return the names of the nodes that ranks run on; an empty list on the launcher's host."""
     return list(dict.fromkeys(rank.node for rank in state.ranks if rank.node))
 
 
 def lines(state: RunState) -> list[str]:
-    """Return a line for each host; on a cluster for the first `MAX_LISTED`, with name and ranks."""
+    """Return a line for the host, or one for each of the first nodes with its ranks."""
     if state.host is not None:
         return [host(state.host)]
     lines = []
@@ -118,7 +119,7 @@ def lines(state: RunState) -> list[str]:
 
 
 def host(status: Host) -> str:
-    """Return what is in use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``."""
+    """Return a host's use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``."""
     source = f" ({status.whose})" if status.whose else ""
     parts = [f"memory {format_bytes_of(status.used, status.limit)}{source}"] if status.limit else []
     if status.gpus:

@@ -1,4 +1,4 @@
-"""Computes axes with few, round ticks, and limits that stay while a curve grows. Pure."""
+"""Computes axes with few, round ticks and limits that seldom change while a curve grows. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1."""
+        """Return the place of a value, from 0 at the low end to 1 at the high end."""
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             at = (math.log10(max(value, self.low)) - low) / (high - low)
@@ -31,7 +31,7 @@ class Scale:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return tuple(label(tick) for tick in self.ticks)
+        return tuple(format_tick(tick) for tick in self.ticks)
 
 
 def spans_decades(values: Sequence[float]) -> bool:
@@ -40,11 +40,11 @@ def spans_decades(values: Sequence[float]) -> bool:
     return low > 0 and math.log10(high) - math.log10(low) > 2.5
 
 
-def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
-    """Return the axis for values from `low` to `high`."""
+def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
+    """Return an axis that contains `low` and `high`, in about as many `intervals`."""
     low, high = max(-MAX_AXIS_VALUE, low), min(MAX_AXIS_VALUE, high)
     if log and 0 < low < high:
-        return _logarithmic(max(1 / MAX_AXIS_VALUE, low), max(10 / MAX_AXIS_VALUE, high), intervals)
+        return _log_scale(max(1 / MAX_AXIS_VALUE, low), max(10 / MAX_AXIS_VALUE, high), intervals)
     if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / MAX_AXIS_VALUE:
         low, high = min(0.0, low), max(0.0, high)
         high = high if high - low > 1 / MAX_AXIS_VALUE else 1.0
@@ -52,12 +52,12 @@ def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> 
         low = 0.0
     step = _round_step((high - low) / intervals)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(_exact(i * step) for i in range(first, last + 1))
+    ticks = tuple(_drop_rounding_error(i * step) for i in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], ticks)
 
 
-def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
-    """Return the axis for steps, with room to grow until the run is over, so it changes seldom."""
+def step_scale(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
+    """Return an axis of steps. Until the run ends, it has room to grow, so it changes seldom."""
     first, last = max(-MAX_AXIS_VALUE, first), min(MAX_AXIS_VALUE, last)
     if 0 <= first <= 0.2 * last:
         first = 0.0
@@ -67,43 +67,46 @@ def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Sca
     step = max(1.0, _round_step((high - first) / intervals))
     step = 5.0 if step == 2.5 else step  # steps are whole
     low = math.ceil(first / step - 1e-9)
-    ticks = tuple(_exact(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
+    ticks = tuple(
+        _drop_rounding_error(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1)
+    )
     return Scale(first, high, ticks[: 2 * intervals + 2])
 
 
-def _logarithmic(low: float, high: float, intervals: int) -> Scale:
-    low, high = _down(low), 1 / _down(1 / high)
+def _log_scale(low: float, high: float, intervals: int) -> Scale:
+    low, high = _round_down(low), 1 / _round_down(1 / high)
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / intervals))
     return Scale(low, high, tuple(10.0**e for e in range(first, last + 1, every)), log=True)
 
 
-def _down(value: float) -> float:
-    """Return the next of 1, 2, 5 · 10ⁿ below."""
+def _round_down(value: float) -> float:
+    """Return the largest of 1, 2 or 5 · 10ⁿ that is not above a value."""
     power = 10.0 ** math.floor(math.log10(value))
     return max(f * power for f in (0.5, 1, 2, 5) if f * power <= value * (1 + 1e-9))
 
 
 def _round_step(span: float) -> float:
-    """Return the next distance of ticks that is not smaller: 1, 2, 2.5 or 5 · 10ⁿ."""
+    """Return the smallest distance of ticks, 1, 2, 2.5 or 5 · 10ⁿ, that is at least `span`."""
     return _round_up(span, (1.0, 2.0, 2.5, 5.0, 10.0))
 
 
 def _round_limit(span: float) -> float:
-    """Return the next limit that is not smaller; an axis that grows changes it seldom."""
+    """Return the smallest limit of an axis that is at least `span`, of choices close together."""
     return _round_up(span, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0))
 
 
 def _round_up(span: float, choices: Sequence[float]) -> float:
+    """Return the smallest of `choices` · 10ⁿ that is at least `span`."""
     power = 10.0 ** math.floor(math.log10(span))
     return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
 
 
-def _exact(value: float) -> float:
+def _drop_rounding_error(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def label(value: float) -> str:
+def format_tick(value: float) -> str:
     """Return a short label for a tick: 0, 0.25, 1500, 20k, 3M, 1e-5."""
     size = abs(value)
     for limit, per, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):

@@ -1,4 +1,4 @@
-"""Draws the table of epochs: losses, metrics, time, and the best one. Pure."""
+"""Draws the table of epochs: losses, metrics and time, with the best epoch marked. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import theme
 
 
 def draw(state: RunState) -> str:
-    """Draw the last epochs and the best one; empty before the first is over."""
+    """Draw the last epochs and the best one; empty before the first has ended."""
     table = epoch_table(state)
     if not table.rows:
         return ""
@@ -26,7 +26,7 @@ def draw(state: RunState) -> str:
         title = f"All {plural(len(table.rows), 'epoch')}"
         most = 100
         title += f", the last {most}" if len(table.rows) > most else ""
-        drawn += theme.folded(title, _table(table.rows[-most:], table))
+        drawn += theme.draw_folded(title, _table(table.rows[-most:], table))
     region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="epochs"'
     return f"<div {region}>{drawn}</div>"
 

@@ -13,16 +13,16 @@ from ..board import board
 
 
 class Display:
-    """Shows a run while it goes on, and its final state; this one shows nothing."""
+    """Shows a run while it lasts, and then its final state. This base class shows nothing."""
 
     def listen(self) -> None:
-        """Handle what the user did on the page; called often, also while drawing fails."""
+        """Handle what the user did on the page. Called often, also while drawing fails."""
 
     def update(self, state: RunState, now: float) -> None:
-        """Show the present state; called often, draws now and then."""
+        """Show the present state. Called often; draws only when a drawing is due."""
 
     def finish(self, state: RunState, now: float) -> None:
-        """Show the final state, to stay."""
+        """Show the final state, which stays on the page."""
 
 
 def ipython_shell() -> Any:
@@ -38,18 +38,18 @@ def execution_count() -> int | None:
 
 
 def bundle(state: RunState, now: float) -> dict[str, Any]:
-    """Return the forms of a run that a notebook stores: HTML and text."""
+    """Return what a notebook stores of a run, by MIME type: HTML and text."""
     return {"text/html": board.render(state, now), "text/plain": text_summary.summary(state, now)}
 
 
-def in_marimo() -> bool:
+def is_marimo() -> bool:
     """Return whether a cell of a marimo notebook runs in this thread."""
     marimo = sys.modules.get("marimo")
     return marimo is not None and bool(marimo.running_in_notebook())
 
 
 class _MarimoOutput:
-    """The output of marimo's running cell: a picture takes the place of the one before."""
+    """The output of marimo's running cell. A new drawing replaces the one before."""
 
     def update(self, data: dict[str, Any], raw: bool = True) -> None:
         marimo = sys.modules["marimo"]
@@ -57,11 +57,11 @@ class _MarimoOutput:
 
 
 def show(output: Any) -> Any:
-    """Display a widget or a dictionary of MIME types; return a handle that updates the output.
+    """Display a widget or a dictionary of MIME types, and return a handle that updates the output.
 
-    Without IPython, the text of a dictionary is printed, and there is no handle.
+    Without IPython, print the text of a dictionary and return None.
     """
-    if in_marimo():
+    if is_marimo():
         handle = _MarimoOutput()
         handle.update(output)
         return handle
@@ -74,9 +74,9 @@ def show(output: Any) -> Any:
     return display_function(output, raw=isinstance(output, dict), display_id=True)
 
 
-def wire_size(*forms: str) -> int:
-    """Return about how many bytes the forms take as JSON, where a quotation mark takes two."""
-    return sum(len(form.encode()) + form.count('"') + form.count("\n") for form in forms)
+def wire_size(*texts: str) -> int:
+    """Estimate the bytes of texts as JSON, in which a quotation mark takes two."""
+    return sum(len(text.encode()) + text.count('"') + text.count("\n") for text in texts)
 
 
 class Pace:
@@ -89,21 +89,21 @@ class Pace:
         self._began = 0.0  # by the clock of this thread's CPU time
 
     def is_due(self, state: RunState, now: float) -> bool:
-        """Return whether to draw now; the caller then draws."""
+        """Return whether to draw now. If so, the caller must draw."""
         passed = now - self._drawn
         quiet = max(1.0, self._interval)
         if 0 <= passed < self._interval or (state is self._state and 0 <= passed < quiet):
             return False
-        late = max(0.0, passed - self._interval)  # a late drawing brings the next one forward
+        late = max(0.0, passed - self._interval)  # the next drawing comes that much earlier
         self._drawn = now - (late if late < self._interval else 0)
         self._state = state
         self._began = time.thread_time()
         return True
 
-    def spent(self, size: int) -> None:
-        """Record the bytes of a drawing: the next one waits until `MAX_BYTES_PER_S` allows it.
+    def record_drawing(self, size: int) -> None:
+        """Record the bytes of a drawing, so that the next one keeps to `MAX_BYTES_PER_S`.
 
-        And on a host whose cores are all busy, until `MAX_DRAW_CORE_SHARE` does.
+        On a host whose cores are all busy, the next one also keeps to `MAX_DRAW_CORE_SHARE`.
         """
         seconds = (
             (time.thread_time() - self._began) / limits.MAX_DRAW_CORE_SHARE if is_crowded() else 0.0
@@ -135,4 +135,4 @@ class HtmlDisplay(Display):
             self._handle = show(data)
         else:
             self._handle.update(data, raw=True)
-        self._pace.spent(wire_size(*data.values()))
+        self._pace.record_drawing(wire_size(*data.values()))

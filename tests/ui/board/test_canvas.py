@@ -107,7 +107,7 @@ def picture(name: str) -> canvas.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
     state = stragglers.mark_slow_ranks(state)
-    made = canvas.canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
+    made = canvas.draw_canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
     assert made is not None
     return made
 
@@ -126,10 +126,10 @@ def places(path: str) -> list[tuple[float, float]]:
 def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     """Rank 3 of four waits for its data from step 240 on: all ranks step at half the pace."""
     made = picture("slow-data")
-    assert made.late is not None
+    assert made.late_steps is not None
     (end,) = (float(x.text) for x in made.labels if x.is_strong and x.text.isdigit())
     per_step = next(x.x for x in made.labels if x.text == str(int(end))) / end
-    first, last = (step * per_step * CANVAS.width_units for step in made.late)
+    first, last = (step * per_step * CANVAS.width_units for step in made.late_steps)
     (shade,) = re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)"', made.marks)
     assert [int(shade[0]), int(shade[0]) + int(shade[1])] == [
         pytest.approx(first, abs=4),
@@ -144,16 +144,16 @@ def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     late = [i * CANVAS.width_units / made.strips.columns for i in waits]
     assert next(x for x in late if x > 0.7 * CANVAS.width_units) == pytest.approx(first, abs=8)
     page = drawn(board_states.drawn_at("slow-data")[0])
-    assert f"the others 1 % (steps {made.late[0]}–{made.late[1]})" in page
+    assert f"the others 1 % (steps {made.late_steps[0]}–{made.late_steps[1]})" in page
 
 
 def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
     letters = {True: "c" * 20 + "dc" * 20 + "c" * 40, False: "c" * 100}
     bands = [letters[rank == 5] for rank in range(8)]
-    found = strips.waits_alone(strips.Strips(bands, list(range(8)), 200, None), 5)
+    found = strips.find_lone_wait(strips.Strips(bands, list(range(8)), 200, None), 5)
     assert found == (pytest.approx(0.1), pytest.approx(0.295))
     together = [letters[True]] * 8  # all wait: it is no single rank's
-    assert strips.waits_alone(strips.Strips(together, list(range(8)), 200, None), 5) is None
+    assert strips.find_lone_wait(strips.Strips(together, list(range(8)), 200, None), 5) is None
 
 
 def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:

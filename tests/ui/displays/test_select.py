@@ -566,7 +566,7 @@ def test_where_ranks_need_all_cores_drawing_takes_a_small_part_of_one(
         for look in range(600):
             if pace.is_due(replace(state), look / 10):
                 drawn += 1
-                pace.spent(10)
+                pace.record_drawing(10)
         assert drawn == pytest.approx(60 / interval, abs=2)
 
 
@@ -578,7 +578,7 @@ def test_a_drawing_that_takes_long_is_repeated_all_the_same(
     monkeypatch.setattr(time, "thread_time", lambda: float(next(spent)))
     pace, state = Pace(), RunState("name", "fork", (), 0.0)
     assert pace.is_due(state, 0.0)
-    pace.spent(10)
+    pace.record_drawing(10)
     assert not pace.is_due(replace(state), limits.MAX_DRAW_INTERVAL_S - 0.1)
     assert pace.is_due(replace(state), limits.MAX_DRAW_INTERVAL_S + 0.1)
 
@@ -587,10 +587,10 @@ def test_a_drawing_that_takes_long_is_repeated_all_the_same(
 def test_a_large_board_is_drawn_less_often() -> None:
     pace, state = Pace(), RunState("name", "fork", (), 0.0)
     assert pace.is_due(state, 0.0)
-    pace.spent(10)
+    pace.record_drawing(10)
     assert not pace.is_due(replace(state), 0.19)
     assert pace.is_due(replace(state), 0.21)
-    pace.spent(5 * limits.MAX_BYTES_PER_S)
+    pace.record_drawing(5 * limits.MAX_BYTES_PER_S)
     assert not pace.is_due(replace(state), 5.0)
     assert pace.is_due(replace(state), 5.3)
     assert (
