@@ -82,7 +82,7 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.mark_slow_ranks(state)
     pieces = [_header(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
-    width, (inner, y) = CARD.width_px, ("", CARD.margin_px)
+    width, inner, y = CARD.width_px, "", CARD.margin_px
     for drawn, height in pieces:
         if drawn:
             inner += f'<g transform="translate({CARD.margin_px} {y})">{drawn}</g>'

@@ -70,7 +70,7 @@ def stuck_seconds(state: RunState, now: float) -> float:
 
 
 def last_step(state: RunState) -> int:
-    """Return the step at which a run will probably end; 0 if that is unknown."""
+    """Return the estimated last step of a run; 0 if it is unknown."""
     steps = _progress(state).steps
     rank = state.ranks[0]
     if steps is None and rank.step is not None and rank.bar is not None and rank.bar.total:

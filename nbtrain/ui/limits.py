@@ -21,10 +21,10 @@ class BoardLimits(NamedTuple):
 
 
 LIVE_BOARD = BoardLimits(33_000, 4_500, 4_000, log_lines=12, epochs=5)
-"""While the run goes on: a board is sent several times per second."""
+"""During the run, when a board is sent several times per second."""
 
 FINAL_BOARD = BoardLimits(150_000, 16_000, 60_000, log_lines=60, epochs=10)
-"""Once the run has ended: a board is saved with the notebook."""
+"""After the run, when a board is saved with the notebook."""
 
 MAX_RANK_ROWS = 16
 """With more ranks, only those that differ from the others have a row or a line."""
@@ -36,8 +36,8 @@ MAX_NAMED_RANKS = 6
 """Ranks that have a row of their own because they differ."""
 
 MIN_GROUP_RANKS = 3
-"""From so many ranks on, those that are alike share a row, and a line of their logs that differs
-only in the rank's number. Of two ranks, none can be told to be the odd one."""
+"""Fewer ranks are not grouped: each has a row, and a line of logs that differs in the rank's number
+stays as it is. Between two ranks, it is unknown which one differs from the normal."""
 
 MIN_GAP_SHARE = 0.05
 """A difference in progress or pace that is shown. Less is chance: ranks report at different
@@ -47,7 +47,7 @@ MAX_LISTED = 8
 """Lines for nodes, logs of single ranks, metrics of a summary."""
 
 MAX_RESULTS = 32
-"""Different results of ranks."""
+"""Different results of ranks, and values that they saved."""
 
 MAX_MERGED_LOGS = 24
 """Different logs whose lines are merged. The time for it grows with their number squared."""
@@ -56,7 +56,7 @@ MAX_LOG_LINE_CHARS = 160
 """Longer lines of a board's log are cut."""
 
 MIN_STRIP_COLUMNS = 6
-"""A strip with fewer columns shows nothing, and of a run with fewer bins of time there is none."""
+"""Strips are drawn from this many bins of time, and never have fewer columns."""
 
 MIN_STEP_OVERLAP = 0.3
 """Two metrics count alike if the last step of one is at least this share of the other's. Else one
@@ -69,7 +69,7 @@ BOARD_DELAY_S = 1.0
 
 MIN_DRAW_INTERVAL_S = 0.2
 MAX_DRAW_INTERVAL_S = 2.0
-"""Time between two drawings of a run that changes: the longer one for want of a free core."""
+"""Time between two drawings of a run that changes. The longer one is used if all cores are busy."""
 
 MAX_BYTES_PER_S = 120_000
 """What the updates of a display send: a large board is drawn less often."""
@@ -88,4 +88,4 @@ STATUS_INTERVAL_S = 15.0
 """Time between two sentences for a screen reader while only numbers change."""
 
 DRAW_RETRY_S = 5.0
-"""Time after which a drawing that failed is tried again."""
+"""Time between a failed drawing and the next attempt."""

@@ -32,7 +32,7 @@ def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
 def last_lines(
     ranks: Sequence[RankState], state: RunState, count: int
 ) -> dict[int, tuple[str, ...]]:
-    """Return the last lines of ranks, in which lines that differ only in the rank's number agree.
+    """Return the last lines of ranks. Lines that differ only in the rank's number become equal.
 
     ``shard 4 has 1,250 images`` of rank 4 becomes ``shard <rank> has 1,250 images`` if enough
     ranks print the like.

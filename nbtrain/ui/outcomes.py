@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from ..system.text import format_bytes, format_count, format_ranks, plural
 from ..tracking import events as ev
-from ..tracking import limits as tracking_limits
 from ..tracking.state import RunState
 from .limits import MAX_RESULTS
 
@@ -90,4 +89,4 @@ def artifact_lines(state: RunState) -> list[str]:
                 part = f"weights ({format_count(saved.parameters)} parameters, {size})"
             load = "nbtrain.last_run().load() copies it to the notebook"
             lines.append(f"{name}: {ranks} saved its {part}; {load}")
-    return lines[: tracking_limits.MAX_METRICS]
+    return lines[:MAX_RESULTS]

@@ -123,9 +123,9 @@ def badge(rank: RankState) -> str:
 
 
 def mark_late_ranks(state: RunState) -> RunState:
-    """Return the state in which running ranks are marked if they stop, or have not joined yet.
+    """Mark running ranks of a state that are stopping, or have not joined yet.
 
-    A rank that has not joined while others already join looks like any running rank by itself.
+    A rank that has not joined while others already join has no mark of its own.
     """
     running = [rank for rank in state.ranks if rank.status == "running"]
     if state.status == "stopping":

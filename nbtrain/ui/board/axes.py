@@ -41,7 +41,7 @@ def spans_decades(values: Sequence[float]) -> bool:
 
 
 def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
-    """Return an axis that contains `low` and `high`, in about as many `intervals`."""
+    """Return an axis that contains `low` and `high`, with about `intervals` ticks."""
     low, high = max(-MAX_AXIS_VALUE, low), min(MAX_AXIS_VALUE, high)
     if log and 0 < low < high:
         return _log_scale(max(1 / MAX_AXIS_VALUE, low), max(10 / MAX_AXIS_VALUE, high), intervals)

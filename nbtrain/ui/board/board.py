@@ -21,7 +21,7 @@ from . import canvas, epoch_rows, header, log_panel, rank_table, theme
 
 @dataclass(frozen=True)
 class ViewChoices:
-    """The choices of a user. A choice of None is the default."""
+    """The choices of a user. None means the default."""
 
     metric: str | None = None
     """The metric that is drawn large."""
@@ -86,7 +86,9 @@ def _parts(
     notes = "".join(f"<div>{theme.format_code(note)}</div>" for note in run_texts.notes(state))
     notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
     notes = header.card(theme.WARN, notes) if notes else ""
-    printed = f"{_draw_results(state)}{_draw_log(state, choices)}"
+    is_folded = not choices.has_log and verdict.find_culprit(state) is None
+    log = log_panel.draw(state, choices.rank, is_folded=is_folded)
+    printed = f"{_draw_results(state)}{log}"
     if state.is_over:
         printed += theme.draw_folded("Copy as image", card.image(card.card(state, now)))
     title = header.title(marked, now)
@@ -128,19 +130,16 @@ def _draw_ranks(state: RunState, *, each: bool) -> str:
     """Draw the ranks. Once the run has ended, a row for each can be unfolded."""
     few = state.world_size <= limits.MAX_RANK_ROWS
     rows = rank_table.rows_of(state, each=each and few)
-    drawn = "" if few else _draw_overview(state)
+    drawn = ""
+    if not few:
+        spread = (f"{name} {values}" for name, values in rank_texts.spread(state))
+        counts = escape(" · ".join([rank_texts.statuses(state.ranks), *spread]))
+        drawn = f'<div style="{theme.SOFT}">{counts}</div>'
     drawn += rank_table.draw(rows, state) + _draw_memory(state)
     if state.is_over and few and len(rows) < state.world_size:
         every = rank_table.draw(rank_table.rows_of(state, each=True), state)
         drawn += theme.draw_folded("Each rank", every)
     return drawn
-
-
-def _draw_overview(state: RunState) -> str:
-    """Draw the number of ranks in each state, and the spread of their progress and loss."""
-    spread = (f"{name} {values}" for name, values in rank_texts.spread(state))
-    line = escape(" · ".join([rank_texts.statuses(state.ranks), *spread]))
-    return f'<div style="{theme.SOFT}">{line}</div>'
 
 
 def _draw_memory(state: RunState) -> str:
@@ -151,12 +150,6 @@ def _draw_memory(state: RunState) -> str:
     name += ", without what it shares with the notebook" if is_part else ""
     parts = rank_table.memory_parts(rank)
     return f'<div style="font-size:12px;{theme.SOFT}">{name}: {parts}</div>' if parts else ""
-
-
-def _draw_log(state: RunState, choices: ViewChoices) -> str:
-    """Draw the log, folded unless the user unfolds it or a rank has failed."""
-    is_folded = not choices.has_log and verdict.find_culprit(state) is None
-    return log_panel.draw(state, choices.rank, is_folded=is_folded)
 
 
 def _draw_results(state: RunState) -> str:

@@ -65,7 +65,7 @@ class Picture:
     band: str = ""
     """The explanation of the band around the large curve."""
     late_steps: tuple[int, int] | None = None
-    """The first and the last step at which a slow rank waited for data and no other rank did."""
+    """The first and the last step at which a slow rank waited for data alone."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def draw(
     *,
     log: bool | None = None,
 ) -> str:
-    """Draw the canvas, and below it as many small charts as fit into `room` characters."""
+    """Draw the canvas, and below it the small charts that fit into `room` characters."""
     drawn = draw_picture(picture, is_over=state.is_over) if picture is not None else ""
     if curves and not curves[0].series.bins:
         drawn += f"<div><b>{escape(curves[0].name[:40])}</b> no finite value yet</div>"
@@ -182,7 +182,7 @@ def draw_canvas(
     log: bool | None = None,
     width: int = CANVAS.width_units,
 ) -> Picture | None:
-    """Return the loss, the throughput and the strips below each other; None if there is nothing."""
+    """Return the loss, the throughput and the strips below each other; None if all are empty."""
     main = curves[0] if curves and curves[0].series.bins else None
     has_steps = made_steps(state) > 0
     x = _step_scale(state, [main] if main else [rate] if rate else [])
@@ -192,11 +192,10 @@ def draw_canvas(
         return None
     marks, labels, y = "", list[Label](), CANVAS.top_px
     if main is not None and x is not None:
-        panel = _Panel(x, y, CANVAS.loss_px, width)
-        drawn, texts = _draw_loss(main, panel, state, log)
-        marks, labels, y = drawn, texts, y + CANVAS.loss_px + 10
+        marks, labels = _draw_loss(main, x, state, log, width)
+        y += CANVAS.loss_px + 10
         if rate is not None:
-            drawn, texts = _draw_rate(rate, state, _Panel(x, y + 4, CANVAS.rate_px, width))
+            drawn, texts = _draw_rate(rate, x, state, y + 4, width)
             marks, labels, y = marks + drawn, labels + texts, y + CANVAS.rate_px + 12
     is_apart = rows is not None and rows.seconds is not None and main is not None
     y += (
@@ -364,13 +363,11 @@ def _axis_label(x: float, y: float, text: str, is_strong: bool = False) -> Label
 class _Panel:
     """A part of a canvas with axes, `height` pixels high, which begins at `top`."""
 
-    def __init__(self, x: axes.Scale, top: float, height: int, width: int) -> None:
-        self.x, self.top, self.height, self.width = x, top, height, width
-        self.y: axes.Scale | None = None
+    def __init__(self, x: axes.Scale, y: axes.Scale, top: float, height: int, width: int) -> None:
+        self.x, self.y, self.top, self.height, self.width = x, y, top, height, width
 
     def at(self, point: Point) -> tuple[int, int]:
         """Return where a point lies."""
-        assert self.y is not None
         low, high = self.x.low, self.x.high
         # 1e-6 moves values off exact halves. There, the last digit of a sum would decide, which
         # depends on the order of events: a reopened run would be drawn differently.
@@ -401,14 +398,12 @@ class _Panel:
 
     def grid(self) -> str:
         """Draw a faint line across for each value."""
-        assert self.y is not None
         heights = [self.at((self.x.low, value))[1] for value in self.y.ticks]
         lines = "".join(f"M0 {y}H{self.width}" for y in heights)
         return f'<path d="{lines}" stroke="#888" stroke-opacity=".22" {theme.FIXED}/>'
 
     def values(self) -> list[Label]:
         """Return the labels of the values, left of the panel."""
-        assert self.y is not None
         places = [self.at((self.x.low, value))[1] for value in self.y.ticks]
         return [Label(0, y, text, "left") for y, text in zip(places, self.y.labels, strict=True)]
 
@@ -417,19 +412,18 @@ class _Panel:
 
 
 def _draw_loss(
-    curve: Curve, panel: _Panel, state: RunState, log: bool | None
+    curve: Curve, x: axes.Scale, state: RunState, log: bool | None, width: int
 ) -> tuple[str, list[Label]]:
     """Draw the large chart: the metric, its validation, and the curve of the previous run."""
     series, line = curve.series, curve.line(128)
-    panel.y = curve.scale(4, log, line)
+    panel = _Panel(x, curve.scale(4, log, line), CANVAS.top_px, CANVAS.loss_px, width)
     marks, ends = panel.grid(), list[tuple[Label, float]]()
     if state.previous is not None and state.previous.metric == curve.name:
         drawn, names = _draw_previous(state.previous, panel)
         marks, ends = marks + drawn, ends + names
     marks += _draw_line(series, line, panel, theme.BLUE)
     _, begins = present_training(state)
-    if better(curve.name):
-        marks += _draw_best(curve.name, series.since(begins), panel, theme.BLUE)
+    marks += _draw_best(curve.name, series.since(begins), panel, theme.BLUE)
     ends.append(_end_label(line, f"{curve.newest} {_curve_label(curve, panel.y.log)}", panel))
     if curve.twin is not None:
         name, twin = curve.twin
@@ -439,7 +433,7 @@ def _draw_loss(
         marks += _draw_best(name, twin.since(begins), panel, theme.PURPLE)
         newest = "nan" if twin.last is None else format_number(twin.last)
         text, now = f"{newest} {shorten(name, 24)}", _present_step(state)
-        cursor = panel.x.place(now) if now and not state.is_over else 2.0
+        cursor = x.place(now) if now and not state.is_over else 2.0
         label, below = _end_label(points, text, panel, cursor)
         label = label._replace(y=label.y - 10) if label.anchor == "start" else label
         ends.append((label, below))
@@ -512,7 +506,7 @@ def value_at(points: Sequence[Point], at: float) -> float:
 
 
 def _separate_labels(labels: Sequence[tuple[Label, float]], floor: float) -> list[Label]:
-    """Return the labels moved so that none overlap. The lower one of two goes below its curve."""
+    """Return the labels moved apart. The lower one of two goes below its curve."""
     placed: list[Label] = []
     for label, below in sorted(labels, key=lambda each: each[1]):
         near = [other.y for other in placed if abs(other.x - label.x) < 0.45]
@@ -525,7 +519,6 @@ def _separate_labels(labels: Sequence[tuple[Label, float]], floor: float) -> lis
 
 def _draw_previous(previous: PreviousRun, panel: _Panel) -> tuple[str, list[tuple[Label, float]]]:
     """Draw the part of the previous run's curve that is within the axes, with its name."""
-    assert panel.y is not None
     low, high = panel.y.low, panel.y.high
     reach = panel.x.low, panel.x.high
     points = [(x, min(high, max(low, y))) for x, y in previous.points if reach[0] <= x <= reach[1]]
@@ -537,19 +530,21 @@ def _draw_previous(previous: PreviousRun, panel: _Panel) -> tuple[str, list[tupl
     return f'<path d="{panel.path(points)}" {look}{theme.FIXED}/>', [(label, below)]
 
 
-def _draw_rate(curve: Curve, state: RunState, panel: _Panel) -> tuple[str, list[Label]]:
+def _draw_rate(
+    curve: Curve, x: axes.Scale, state: RunState, top: int, width: int
+) -> tuple[str, list[Label]]:
     """Draw the throughput as an area above 0. A dip shows when ranks waited."""
     line = curve.line(96)
     line += [(line[-1][0], 0.0)] if is_stuck(state) else []
-    top = max((y for _, y in line), default=1.0) or 1.0
-    panel.y = axes.Scale(0.0, 1.1 * top, ())
+    highest = max((y for _, y in line), default=1.0) or 1.0
+    panel = _Panel(x, axes.Scale(0.0, 1.1 * highest, ()), top, CANVAS.rate_px, width)
     floor = [(line[-1][0], 0.0), (line[0][0], 0.0)]
     marks = f'<path d="{panel.path([*line, *floor])}z" fill="{theme.GREY}" fill-opacity=".15"/>'
     marks += f'<path d="{panel.path(line)}" fill="none" stroke="{theme.GREY}" '
     marks += f'stroke-width="1.5" {theme.FIXED}/>'
     label, _ = _end_label(line, "" if is_stuck(state) else curve.newest, panel)
-    label = label._replace(y=panel.top + CANVAS.rate_px - 8, is_strong=False)
-    return marks, [Label(0, panel.top + CANVAS.rate_px / 2, curve.name, "left"), label]
+    label = label._replace(y=top + CANVAS.rate_px - 8, is_strong=False)
+    return marks, [Label(0, top + CANVAS.rate_px / 2, curve.name, "left"), label]
 
 
 _FAILED = ("failing", "failed")
@@ -558,9 +553,9 @@ _FAILED = ("failing", "failed")
 def _shade_lone_wait(
     state: RunState, rows: strips.Strips, top: int, bottom: int, units: int
 ) -> tuple[str, tuple[float, float] | None]:
-    """Shade the steps at which a slow rank waited for data and no other rank did.
+    """Shade the steps at which a slow rank waited for data alone.
 
-    Return also their place, as shares of the canvas' width; None if there are none.
+    Return also the begin and the end of these steps, as shares of the canvas' width.
     """
     has_failed = any(rank.status in _FAILED for rank in state.ranks)
     slow = (rank.rank for rank in state.ranks if rank.hang == "slow?" and not has_failed)
@@ -573,7 +568,7 @@ def _shade_lone_wait(
 
 
 def _rank_labels(rows: strips.Strips, state: RunState, top: int) -> list[Label]:
-    """Return the numbers of ranks beside the strips, as many as fit.
+    """Return the numbers of ranks beside the strips, with a distance that keeps them readable.
 
     The first, failed, slow and last ranks have precedence.
     """
@@ -670,16 +665,16 @@ def _draw_small(
     line = curve.line(64)
     if not curve.span[1] >= MIN_STEP_OVERLAP * x.high:  # it counts something else, such as epochs
         x = axes.step_scale(*curve.span, is_over=True, intervals=2)
-    panel = _Panel(x, 8, CANVAS.small_chart_px, CANVAS.width_units)
-    panel.y = curve.scale(2, log, line)
+    y = curve.scale(2, log, line)
+    panel = _Panel(x, y, 8, CANVAS.small_chart_px, CANVAS.width_units)
     marks = panel.grid() + _draw_line(curve.series, line, panel, theme.BLUE)
     if curve.twin is not None:
         marks += _draw_twin([(b.x, b.mean) for b in curve.twin[1].thin(64)], panel)
     marks += _draw_best(curve.name, curve.series, panel, theme.BLUE)
-    labels = tuple(panel.values()[:: max(1, len(panel.y.ticks) - 1)])
+    labels = tuple(panel.values()[:: max(1, len(y.ticks) - 1)])
     picture = Picture(marks, labels, CANVAS.width_units, CANVAS.small_chart_px + 16, curve.text)
     name = f'<b style="font-weight:600;{theme.CUT}">{escape(curve.name[:40])}</b>'
-    remarks = _curve_label(curve, panel.y.log).removeprefix(shorten(curve.name, 24))
+    remarks = _curve_label(curve, y.log).removeprefix(shorten(curve.name, 24))
     head = (
         f'<div style="display:flex;white-space:pre">{name}'
         f'<span style="flex:none">&ensp;{curve.newest}</span>'

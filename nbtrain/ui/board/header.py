@@ -43,7 +43,7 @@ class Figure(NamedTuple):
 def draw(state: RunState, now: float, late_steps: tuple[int, int] | None = None) -> str:
     """Draw the progress bar of the run, its problem, and the key figures.
 
-    `late_steps` are the first and the last step at which only a slow rank waited for its data.
+    `late_steps` are the first and the last step for which only a slow rank waited for its data.
     """
     return f"{_draw_bar(state)}{_draw_problem(state, late_steps)}{_draw_figures(state, now)}"
 
@@ -514,7 +514,7 @@ def _memory_figure(state: RunState) -> Figure | None:
 
 
 def _devices_figure(state: RunState) -> Figure | None:
-    """Return how busy the GPUs are, or else the ranks' cores, with the most memory of one."""
+    """Return how busy the GPUs or the ranks' cores are, with the most memory of one of them."""
     if state.is_over:
         return None
     gpus = [gpu for host in state.hosts.values() for gpu in host.gpus]

@@ -165,20 +165,20 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     has_bars = bool(shares) and max(shares) - min(shares) >= limits.MIN_GAP_SHARE
     bars = [
         Column("", lambda row: _bar(row, state), "min-width:72px"),
-        Column("", lambda row: _percent(row), RIGHT, 42),
+        Column("", _percent, RIGHT, 42),
     ]
     return [
         Column("rank", lambda row: f"{_name(row)}&ensp;{_status(row.first, state)}", LEFT, 90),
         Column("node", lambda row: escape(_node(row)), soft_left),
         *(bars if has_bars else []),
-        Column("loss", lambda row: _loss(row), RIGHT, 56),
+        Column("loss", _loss, RIGHT, 56),
         Column(
             "rate",
             lambda row: "" if is_stuck else escape(row.median_text(rank_texts.pace)),
             RIGHT,
             64,
         ),
-        Column("memory", lambda row: _memory(row), RIGHT, 54),
+        Column("memory", _memory, RIGHT, 54),
         Column("GPU", lambda row: row.percents(lambda rank: _gpu(rank, state)), RIGHT, 46),
         Column("CPU", lambda row: row.percents(rank_texts.cpu), RIGHT, 46),
         Column("compiled", lambda row: row.median_text(rank_texts.compilations), RIGHT),
@@ -187,7 +187,7 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
             if is_named
             else [Column("data wait", lambda row: row.median_text(rank_texts.waiting_share), RIGHT)]
         ),
-        Column("at", lambda row: _position(row), soft_left),
+        Column("at", _position, soft_left),
     ]
 
 

@@ -116,7 +116,7 @@ def _as_timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
 
 
 def _widen_ending(band: str) -> str:
-    """Return a strip in which a failure or a hang at its end is at least three columns wide."""
+    """Widen a failure or a hang at the end of a strip to three columns, so that it is visible."""
     last = band[-1:]
     if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < 3:
         return band
@@ -124,7 +124,7 @@ def _widen_ending(band: str) -> str:
 
 
 def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
-    """Return strips in which ranks wait for their peers while one rank alone waits for data.
+    """Mark ranks as waiting for their peers while one rank alone waits for data.
 
     This is only known of ranks that step together, so have made the same number of steps, and of
     waits in more columns than by chance.
@@ -146,7 +146,7 @@ def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
 
 
 def _lone_waits(bands: list[str], row: int) -> list[int]:
-    """Return the columns in which a strip waits for data and at most a quarter of the others do."""
+    """Return the columns where a strip waits for data and at most a quarter of the others do."""
     others = [band for at, band in enumerate(bands) if at != row]
     return [
         at
@@ -157,7 +157,7 @@ def _lone_waits(bands: list[str], row: int) -> list[int]:
 
 
 def find_lone_wait(strips: Strips, rank: int) -> tuple[float, float] | None:
-    """Return the begin and the end of the time in which only this rank waits for data.
+    """Return the begin and the end of the time when only this rank waits for data.
 
     Both are shares of the canvas' width. Return None if ranks share strips, or if the rank waits in
     too few columns.
@@ -205,7 +205,7 @@ def _worst(rows: list[str]) -> str:
 
 
 def _draw_bands(bands: list[str], pitch: int) -> str:
-    """Draw bands with one unit per column. Everything that looks alike is one path."""
+    """Draw bands with one unit per column. Everything that has one colour is one path."""
     if pitch <= 5:
         return _draw_thin_bands(bands, pitch)
     paths, thick = dict.fromkeys(LOOKS, ""), pitch - 2

@@ -75,7 +75,7 @@ def show(output: Any) -> Any:
 
 
 def wire_size(*texts: str) -> int:
-    """Estimate the bytes of texts as JSON, in which a quotation mark takes two."""
+    """Estimate the bytes of texts as JSON. There, a quotation mark takes two."""
     return sum(len(text.encode()) + text.count('"') + text.count("\n") for text in texts)
 
 
@@ -94,7 +94,7 @@ class Pace:
         quiet = max(1.0, self._interval)
         if 0 <= passed < self._interval or (state is self._state and 0 <= passed < quiet):
             return False
-        late = max(0.0, passed - self._interval)  # the next drawing comes that much earlier
+        late = max(0.0, passed - self._interval)  # the next drawing comes earlier by this time
         self._drawn = now - (late if late < self._interval else 0)
         self._state = state
         self._began = time.thread_time()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 CONTROL_TARGET = "jupyter.widget.control"
-"""The target of the comm by which a reloaded page requests the state of all widgets."""
+"""The target of the comm that a reloaded page opens to request the state of all widgets."""
 
 _REQUESTS = ("comm_info_request", "kernel_info_request")
 
@@ -134,7 +134,7 @@ class CommPump:
 def find_pump(shell: Any) -> Pump | None:
     """Return a pump for this shell's kernel; None if it would not work.
 
-    It only works on the main thread, inside the event loop in which ipykernel runs cells.
+    It only works on the main thread, inside the event loop where ipykernel runs cells.
     """
     kernel = getattr(shell, "kernel", None)
     if kernel is None or threading.current_thread() is not threading.main_thread():
@@ -153,7 +153,7 @@ def find_pump(shell: Any) -> Pump | None:
 
 
 def _main_stream(kernel: Any) -> tuple[Any, Any]:
-    """Return the stream from which the main thread receives, and the one to which it replies."""
+    """Return the stream that the main thread receives from, and the one for its replies."""
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is None:  # ipykernel 6
         return kernel.shell_stream, kernel.shell_stream

@@ -11,7 +11,7 @@ from .html_display import ipython_shell, is_marimo
 
 
 class Prompt(Protocol):
-    """A place in which the user may type an answer."""
+    """A place where the user may type an answer."""
 
     holds_screen: bool
     """Whether drawings would disturb a line that is being typed."""

@@ -176,7 +176,7 @@ def can_redraw(stream: TextIO, environment: Mapping[str, str] = os.environ) -> b
 
 
 def colour_status(line: str) -> str:
-    """Return a line of a summary in which the status has a colour."""
+    """Return a line of a summary, with its status in colour."""
     return _STATUS.sub(lambda m: f"\x1b[{_COLOURS[m[0]]}m{m[0]}\x1b[0m", line, count=1)
 
 

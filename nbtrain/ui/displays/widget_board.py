@@ -96,9 +96,8 @@ class WidgetDisplay(Display):
         self._frame = ipywidgets.VBox(body, layout=around)
         self._box = ipywidgets.VBox([self._frame])
         if self._controls is not None:
-            _listening.add(
-                self
-            )  # last, since the thread of another run may read the ids at any time
+            # The last step, since the thread of another run may read the ids at any time.
+            _listening.add(self)
 
     def _show(self, state: RunState, now: float) -> None:
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
