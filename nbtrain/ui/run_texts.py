@@ -1,22 +1,31 @@
-"""Describes a run: its position, its devices, its warnings. Pure."""
+"""Describes a run: its position, devices, warnings and results, and what to do next. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ..checks.remedies import remedies, remedies_of_rank
+from ..hangs import verdict
 from ..system import tpu
 from ..system.text import (
     MAX_DURATION_S,
+    format_bytes,
     format_bytes_of,
+    format_count,
     format_duration,
     format_number,
     format_ranks,
     plural,
 )
+from ..tracking import events as ev
 from ..tracking.events import Host
+from ..tracking.overview import stragglers
 from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
-from ..tracking.state import RunState
+from ..tracking.state import RankState, RunState
 from . import rank_texts
 from .eta import fraction, time_left
-from .limits import MAX_LISTED
+from .limits import MAX_LISTED, MAX_RESULTS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
@@ -131,3 +140,172 @@ def host(status: Host) -> str:
         if shares:
             parts.append(f"{'–'.join(dict.fromkeys([shares[0], shares[-1]]))} % busy")
     return " · ".join(parts)
+
+
+# What ranks returned and saved
+
+
+class Result(NamedTuple):
+    """A result, and the ranks that returned it."""
+
+    ranks: str
+    """``rank 0``, ``ranks 0, 4–7``; empty in the last row if that counts further results."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.arrow}{self.text}"
+
+    @property
+    def arrow(self) -> str:
+        """The ranks and an arrow, to stand before the result."""
+        return f"{self.ranks} → " if self.ranks else ""
+
+
+def results(state: RunState) -> list[Result]:
+    """Return what ranks returned, equal results in one row; an empty list if all returned None."""
+    by_result: dict[tuple[str, str], list[int]] = {}
+    for rank in state.ranks:
+        if rank.result is not None:
+            by_result.setdefault((rank.result, rank.checksum), []).append(rank.rank)
+    if {text for text, _ in by_result} <= {"None"}:
+        return []
+    rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
+    more = len(rows) - MAX_RESULTS
+    return [*rows[:MAX_RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
+
+
+def name_ranks(ranks: Collection[int], state: RunState) -> str:
+    """Return the name of some ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
+    return "all ranks" if len(ranks) == state.world_size > 1 else format_ranks(ranks)
+
+
+def artifact_lines(state: RunState) -> list[str]:
+    """Return one line for each value that ranks saved for the notebook, and whether it arrived.
+
+    ``model: 86 M parameters updated from rank 0 (328 MiB)``.
+    """
+    by_name: dict[str, list[tuple[int, ev.ArtifactSaved]]] = {}
+    for rank in state.ranks:
+        for saved in rank.saved:
+            by_name.setdefault(saved.name, []).append((rank.rank, saved))
+    lines = []
+    for name, sent in by_name.items():
+        saved = sent[0][1]
+        loaded = state.loaded.get(name)
+        last = loaded if loaded is not None and loaded.trouble else saved
+        if last.trouble:
+            lines.append(f"⚠ {ev.describe_failed_update(last)}")
+            continue
+        if loaded is not None and loaded.code == ev.SAME:
+            continue
+        is_value = saved.what == "value"
+        ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
+        content = "value" if is_value else "state"
+        if saved.parameters:
+            content = f"{format_count(saved.parameters)} parameters"
+        label = f"{name}: {content}"
+        if loaded is not None:
+            if saved.adapters:
+                label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)
+            line = f"{label}{'' if is_value else ' updated'} from {ranks} ({size})"
+            if loaded.code == ev.OTHER_VARIABLE:
+                line += (
+                    f", in the model that was passed. The notebook's `{name}` is another model: "
+                    f"run.load({name}, {name!r}) loads the weights into it"
+                )
+            lines.append(line)
+        elif state.status == "succeeded":
+            call = "run.wait()" if is_value else "run.wait(), or run.load(model)"
+            lines.append(f"{label} of {ranks} ({size}), not in the notebook yet: call {call}")
+        elif not is_value and state.is_over:
+            part = f"state ({size})"
+            if saved.what == "model":
+                part = f"weights ({format_count(saved.parameters)} parameters, {size})"
+            load = "nbtrain.last_run().load() copies it to the notebook"
+            lines.append(f"{name}: {ranks} saved its {part}; {load}")
+    return lines[:MAX_RESULTS]
+
+
+# What to do next
+
+
+_STUCK = (
+    "if that should not take so long, press Stop, correct it and run the cell again. Stacks shows "
+    "the line of each rank (`%nbtrain stacks` and `%nbtrain stop` in another notebook)."
+)
+_SAME_COLLECTIVES = (
+    "let every rank call the same collectives in the same order, then run the cell again; "
+    "`--on-hang report` lets a run wait."
+)
+_OF_KIND = {
+    "cuda out of memory": (
+        "`%nbtrain memory` estimates the memory of a training, by part; use a smaller batch, "
+        "gradient checkpointing or `-p bf16`."
+    ),
+    "out of memory": (
+        "use a smaller batch, fewer ranks (`-n`) or fewer workers of the DataLoader; "
+        "`%nbtrain memory` shows what a rank takes."
+    ),
+    "data loader worker": "try `num_workers=0`: the error then shows in the rank itself.",
+    "disk full": "free space, or set `NBTRAIN_HOME` to a folder with more room; then run it again.",
+    "fork refused": "close other programs, or start fewer ranks (`-n`).",
+    "communication": "let every rank call the same collectives, with tensors of the same sizes.",
+    "segfault": (
+        "the library that the log names last failed in native code: update it, or try "
+        "`--engine spawn`."
+    ),
+    "signal": (
+        "run the cell again; `--max-restarts 1` starts the ranks again by itself, from their "
+        "last `nbtrain.checkpoint`."
+    ),
+    "exit": "to end a rank early, return from the function; then run the cell again.",
+}
+_LOST = (
+    "`nbtrain.last_run().load()` copies what the ranks saved to the notebook; run the cell again "
+    "for the rest."
+)
+_LONGER = "raise `--timeout`, or save with `nbtrain.checkpoint` and run the cell again from there."
+_READ = "do what the warning says, then run the cell again."
+_FASTER = (
+    "look at what {} {} (the shard, the disk, the DataLoader's workers), or raise `num_workers`."
+)
+
+
+def next_step(state: RunState) -> str:
+    """Return what to do next, in a sentence; "" if there is no problem or no known remedy."""
+    culprit = verdict.find_culprit(state)
+    if is_stuck(state):
+        return _STUCK
+    if culprit is not None:
+        return _advise_after_failure(culprit, state)
+    if state.status == "lost":
+        return _LOST
+    if state.status == "timed out":
+        hung = state.code in (verdict.HANG.code, verdict.DEADLOCK.code)
+        return _SAME_COLLECTIVES if hung else _LONGER
+    if state.remedy:
+        return state.remedy
+    if state.status == "failed":
+        kind = state.code or verdict.diagnose(state.message, died=False)[0]
+        return _OF_KIND.get(kind, "")
+    if state.is_over:
+        return _READ if state.flaw and state.notes else ""
+    if not stragglers.are_short_of_data(state):
+        return ""
+    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
+    return _FASTER.format(format_ranks(slow), "loads" if len(slow) == 1 else "load")
+
+
+def _advise_after_failure(rank: RankState, state: RunState) -> str:
+    """Return the remedy for a known error, else for its kind, else the line to correct."""
+    kind, line = verdict.classify_rank_failure(rank, state)
+    known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
+    if known:
+        return known[0]
+    if text := _OF_KIND.get(kind):
+        return text
+    place = verdict.line_of_failure(rank) or f"the line that the log of rank {rank.rank} names"
+    return (
+        f"correct {place}, or the data that it uses, then run it again; `%%distributed --debug` "
+        "opens the debugger where it fails."
+    )

@@ -11,7 +11,7 @@ from ..tracking.curves import RATES
 from ..tracking.overview import stragglers
 from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState
-from . import outcomes, rank_texts, run_texts
+from . import rank_texts, run_texts
 from .eta import fraction
 from .limits import MAX_RANK_ROWS
 
@@ -23,8 +23,8 @@ def summary(state: RunState, now: float) -> str:
     state = rank_texts.mark_late_ranks(stragglers.mark_slow_ranks(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.full_title[:200]}: {state.outcome} · {run_texts.facts(state, now)}"
-    returned = [f"  {each.arrow}{each.text[:2000]}" for each in outcomes.results(state)]
-    returned += [f"  {line}" for line in outcomes.artifact_lines(state)]
+    returned = [f"  {each.arrow}{each.text[:2000]}" for each in run_texts.results(state)]
+    returned += [f"  {line}" for line in run_texts.artifact_lines(state)]
     message = [f"  {state.explanation[:2000]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *message]
     hang = [f"  ⚠ {run_texts.hang(state)}"] if state.hang else []

@@ -13,7 +13,7 @@ from nbtrain.tracking import limits
 from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
-from nbtrain.ui import eta, outcomes, rank_texts, run_texts, text_summary
+from nbtrain.ui import eta, rank_texts, run_texts, text_summary
 from nbtrain.ui import limits as ui_limits
 from nbtrain.ui.board import board, header, log_panel, theme
 from tests.support.runs import picture
@@ -157,10 +157,10 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
 def test_equal_results_and_logs_are_folded() -> None:
     ended = [ev.Ended(1, r, result="{'accuracy': 0.9}") for r in range(2)]
     state = fold(picture(), [*ended, *(ev.Output(1, r, ("same",)) for r in range(2))])
-    assert outcomes.results(state) == [("all ranks", "{'accuracy': 0.9}")]
+    assert run_texts.results(state) == [("all ranks", "{'accuracy': 0.9}")]
     assert log_panel.merge_last_lines(state, 8) == [("all ranks", "same")]
     nothing = fold(picture(), [ev.Ended(1, r, result="None") for r in range(2)])
-    assert outcomes.results(nothing) == []
+    assert run_texts.results(nothing) == []
 
 
 def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
@@ -372,7 +372,7 @@ def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
 
 
 def told(state: RunState) -> list[str]:
-    page, lines = board.render(state, 200.0), outcomes.artifact_lines(state)
+    page, lines = board.render(state, 200.0), run_texts.artifact_lines(state)
     assert all(line in page and line in text_summary.summary(state, 200.0) for line in lines)
     return lines
 

@@ -24,9 +24,8 @@ class Scale:
             low, high = math.log10(self.low), math.log10(self.high)
             at = (math.log10(max(value, self.low)) - low) / (high - low)
         else:
-            at = (max(-MAX_AXIS_VALUE, min(MAX_AXIS_VALUE, value)) - self.low) / (
-                self.high - self.low
-            )
+            value = max(-MAX_AXIS_VALUE, min(MAX_AXIS_VALUE, value))
+            at = (value - self.low) / (self.high - self.low)
         return min(1.0, max(0.0, at))
 
     @property
@@ -52,7 +51,7 @@ def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -
         low = 0.0
     step = _round_step((high - low) / intervals)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(_drop_rounding_error(i * step) for i in range(first, last + 1))
+    ticks = tuple(_round_off(i * step) for i in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], ticks)
 
 
@@ -67,9 +66,7 @@ def step_scale(first: float, last: float, *, is_over: bool, intervals: int) -> S
     step = max(1.0, _round_step((high - first) / intervals))
     step = 5.0 if step == 2.5 else step  # steps are whole
     low = math.ceil(first / step - 1e-9)
-    ticks = tuple(
-        _drop_rounding_error(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1)
-    )
+    ticks = tuple(_round_off(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
     return Scale(first, high, ticks[: 2 * intervals + 2])
 
 
@@ -102,7 +99,7 @@ def _round_up(span: float, choices: Sequence[float]) -> float:
     return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
 
 
-def _drop_rounding_error(value: float) -> float:
+def _round_off(value: float) -> float:
     return float(f"{value:.10g}")
 
 

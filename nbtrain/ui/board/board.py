@@ -15,7 +15,7 @@ from ...system.text import shorten
 from ...tracking.curves import RATES
 from ...tracking.overview import stragglers
 from ...tracking.state import RunState
-from .. import card, limits, outcomes, rank_texts, run_texts
+from .. import card, limits, rank_texts, run_texts
 from . import canvas, epoch_rows, header, log_panel, rank_table, theme
 
 
@@ -156,9 +156,9 @@ def _draw_results(state: RunState) -> str:
     rows = "".join(
         f'<div><span style="{theme.SOFT}">{escape(result.arrow)}</span>'
         f'<span style="{theme.MONO}">{escape_shortened(result.text, 600)}</span></div>'
-        for result in outcomes.results(state)
+        for result in run_texts.results(state)
     )
     rows += "".join(
-        f"<div>{escape_shortened(line, 600)}</div>" for line in outcomes.artifact_lines(state)
+        f"<div>{escape_shortened(line, 600)}</div>" for line in run_texts.artifact_lines(state)
     )
     return f'<div style="margin-top:4px">{rows}</div>' if rows else ""

@@ -149,22 +149,20 @@ def draw(
     room -= len(drawn)
     x = _step_scale(state, curves[:1]) if curves else None
     small: list[str] = []
-    others = curves[1:] if state.is_over else curves[1 : CANVAS.charts_per_row + 1]
-    left = (
-        CANVAS.left_px if len(others) == 1 else 44
-    )  # a single chart is aligned with the canvas above it
+    per_row = CANVAS.charts_per_row
+    others = curves[1:] if state.is_over else curves[1 : per_row + 1]
+    # A single chart is aligned with the canvas above it.
+    left = CANVAS.left_px if len(others) == 1 else 44
     for curve in others:
         figure = _draw_small(curve, x, log, left, is_over=state.is_over)
         room -= len(figure)
         if room < 0:
             break
         small.append(figure)
-    drawn += _draw_row(small[: CANVAS.charts_per_row])
-    if small[CANVAS.charts_per_row :]:
-        title = plural(len(small) - CANVAS.charts_per_row, "more chart")
-        drawn += theme.draw_folded(
-            title, _draw_row(small[CANVAS.charts_per_row :]), "margin:4px 0 0"
-        )
+    drawn += _draw_row(small[:per_row])
+    if small[per_row:]:
+        title = plural(len(small) - per_row, "more chart")
+        drawn += theme.draw_folded(title, _draw_row(small[per_row:]), "margin:4px 0 0")
     more = max(0, len(curves) - 1 - len(small)) + len(state.curves.uncharted)
     if more > 0:
         is_full = len(state.curves.uncharted) >= tracking_limits.MAX_COUNTED_NAMES
@@ -198,16 +196,14 @@ def draw_canvas(
             drawn, texts = _draw_rate(rate, x, state, y + 4, width)
             marks, labels, y = marks + drawn, labels + texts, y + CANVAS.rate_px + 12
     is_apart = rows is not None and rows.seconds is not None and main is not None
-    y += (
-        CANVAS.bottom_px if is_apart else 0
-    )  # space for the steps, which the curves have and the strips do not
+    # The curves need space for the labels of steps, since the strips have labels of time.
+    y += CANVAS.bottom_px if is_apart else 0
     bottom = y + (rows.height if rows else 0)
     axis = y - CANVAS.bottom_px if is_apart else bottom
     late_steps = None
     if rows is not None:
-        shade, shares = _shade_lone_wait(
-            state, rows, y if rows.seconds is not None else CANVAS.top_px, bottom, width
-        )
+        top = y if rows.seconds is not None else CANVAS.top_px
+        shade, shares = _shade_lone_wait(state, rows, top, bottom, width)
         marks = shade + marks + strips.draw(rows, y, width)
         labels += _rank_labels(rows, state, y)
         if shares is not None and x is not None and rows.seconds is None:

@@ -26,8 +26,7 @@ from ...system.text import (
 from ...tracking.curves import RATES, Bin, Series, smooth
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
-from .. import eta, outcomes, rank_texts, run_texts
-from .. import next_step as steps
+from .. import eta, rank_texts, run_texts
 from . import canvas, theme
 from .layout import FIGURES_PER_ROW
 
@@ -231,7 +230,7 @@ def _draw_failure(rank: RankState, state: RunState) -> str:
 
 def next_step(state: RunState) -> str:
     """Draw what to do next; empty if the run has no problem."""
-    text = steps.next_step(state)
+    text = run_texts.next_step(state)
     return (
         f'<div style="margin-top:4px"><b>Next:</b> {theme.format_code(text)}</div>' if text else ""
     )
@@ -496,7 +495,7 @@ def _throughput(state: RunState) -> Figure | None:
 
 def _result_figure(state: RunState) -> Figure | None:
     """Return the result of the ranks if it is short."""
-    returned = outcomes.results(state)
+    returned = run_texts.results(state)
     if not state.is_over or not returned or len(returned[0].text) > 12:
         return None
     return Figure("result", returned[0].text, (f"of {returned[0].ranks}",))

@@ -11,7 +11,7 @@ from ...hangs import verdict
 from ...system.text import plural, shorten
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import limits, merged_log, outcomes
+from .. import limits, merged_log, run_texts
 from . import theme
 
 
@@ -30,7 +30,7 @@ def merge_last_lines(state: RunState, count: int) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for owners, line in islice(newest, count):
         more = [rank for numbers, log in others if line in log for rank in numbers]
-        lines.insert(0, (outcomes.name_ranks(sorted([*owners, *more]), state), line))
+        lines.insert(0, (run_texts.name_ranks(sorted([*owners, *more]), state), line))
     return lines
 
 
