@@ -28,7 +28,7 @@ from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
 from .. import eta, rank_texts, run_texts
 from . import canvas, theme
-from .layout import FIGURES_PER_ROW
+from .layout import CANVAS
 
 
 class Figure(NamedTuple):
@@ -299,7 +299,7 @@ def _draw_figures(state: RunState, now: float) -> str:
         for name, value, remarks in figures(state, now)
     )
     # Empty tiles keep the tiles of the last row as wide as those above.
-    even = f'<div style="{_TILE}"></div>' * (FIGURES_PER_ROW - drawn.count(_TILE))
+    even = f'<div style="{_TILE}"></div>' * (CANVAS.figures_per_row - drawn.count(_TILE))
     style = "display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0"
     return f'<div style="{style}">{drawn}{even}</div>' if drawn else ""
 
@@ -330,7 +330,7 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _result_figure(state),
         _memory_figure(state),
     ]
-    return [figure for figure in known if figure is not None][:FIGURES_PER_ROW]
+    return [figure for figure in known if figure is not None][: CANVAS.figures_per_row]
 
 
 def _done_figure(state: RunState) -> Figure | None:

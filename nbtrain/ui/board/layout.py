@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Canvas(NamedTuple):
-    """Sizes of a canvas. Its width is stretched to the page, so only heights are pixels there."""
+    """Sizes of a board and its canvas, whose width in units is stretched to the page."""
 
     width_units: int = 1000
     loss_px: int = 190
@@ -18,6 +18,8 @@ class Canvas(NamedTuple):
     bottom_px: int = 20
     """Space around the marks, for labels."""
     charts_per_row: int = 5
+    figures_per_row: int = 6
+    """Small charts and key figures beside each other."""
     last_middle: float = 0.98
     """The last place (0 to 1) whose label is centred on it. A label further right ends there."""
 
@@ -31,9 +33,6 @@ class Card(NamedTuple):
 
 CANVAS = Canvas()
 CARD = Card()
-
-FIGURES_PER_ROW = 6
-"""Key figures of a board."""
 
 MAX_AXIS_VALUE = 1e300
 """Larger values are drawn as this one, so that no span of an axis overflows."""

@@ -61,7 +61,10 @@ class WidgetDisplay(Display):
         if has_choice or self._pace.is_due(state, now):
             self._draw(state, now)
             if self._handle is None:
-                self._show(state, now)
+                view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+                forms = bundle(state, now)
+                html = forms["text/html"] + _NO_WIDGETS
+                self._handle = show({_VIEW: view, **forms, "text/html": html})
 
     def finish(self, state: RunState, now: float) -> None:
         data = bundle(state, now)
@@ -98,11 +101,6 @@ class WidgetDisplay(Display):
         if self._controls is not None:
             # The last step, since the thread of another run may read the ids at any time.
             _listening.add(self)
-
-    def _show(self, state: RunState, now: float) -> None:
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        forms = bundle(state, now)
-        self._handle = show({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
 
     def _draw(self, state: RunState, now: float) -> None:
         choices = board.ViewChoices() if self._controls is None else self._controls.choices
