@@ -16,7 +16,7 @@ from ..lifecycle.run import Run
 from ..system.text import strip_controls
 from ..tracking import clock
 from ..ui import text_summary
-from ..ui.summary import SCHEMA, as_plain, summary
+from ..ui.summary import SCHEMA_VERSION, summary, to_json_value
 from . import doctor
 
 
@@ -105,8 +105,8 @@ def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         case "doctor":
             return _print_doctor(options)
         case "runs" if options.json:
-            listed = [as_plain(info) for info in catalog.run_infos()]
-            _print_json({"schema": SCHEMA, "runs": listed})
+            listed = [to_json_value(info) for info in catalog.run_infos()]
+            _print_json({"schema": SCHEMA_VERSION, "runs": listed})
         case "runs":
             _print_text(catalog.page(catalog.run_infos(), "nbtrain"))
         case "show":
@@ -115,7 +115,7 @@ def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             run = catalog.find_run(options.run)
             ranks = range(run.state.world_size) if options.rank is None else [options.rank]
             lines = {str(rank): run.logs(rank, options.tail).splitlines() for rank in ranks}
-            _print_json({"schema": SCHEMA, "run": run.folder.name, "logs": lines})
+            _print_json({"schema": SCHEMA_VERSION, "run": run.folder.name, "logs": lines})
         case "logs":
             _print_text(catalog.find_run(options.run).logs(options.rank, options.tail))
         case "stop":

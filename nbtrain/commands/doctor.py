@@ -26,7 +26,7 @@ from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
 from ..ui.displays.html_display import ipython_shell
-from ..ui.summary import as_plain
+from ..ui.summary import to_json_value
 from . import cell_watch
 
 _PAGE_WIDTH_CHARS = 80
@@ -173,7 +173,7 @@ def to_dict(seen: Examination | None = None) -> dict[str, Any]:
         "engines": {name: _engine_to_dict(name, seen) for name in seen.findings},
         "ready": seen.is_ready,
     }
-    plain: dict[str, Any] = as_plain(answer)
+    plain: dict[str, Any] = to_json_value(answer)
     return plain
 
 

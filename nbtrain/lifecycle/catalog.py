@@ -12,7 +12,7 @@ from ..tracking import clock
 from ..tracking import run_folder as folders
 from ..tracking.overview.epochs import main_metric
 from ..ui.tables import text_table
-from ..ui.text_summary import ticks
+from ..ui.text_summary import sparkline
 from .run import Run, background_runs, last_run
 from .run_info import RunInfo, frame, run_info
 
@@ -82,7 +82,7 @@ def _row(info: RunInfo) -> tuple[str, ...]:
         plural(info.ranks, "rank"),
         "" if seconds is None else format_duration(seconds),
         "" if metric is None else f"{metric} {info.metrics[metric]:.4g}",
-        ticks(info.lately, 12),
+        sparkline(info.lately, 12),
         shorten(info.result, 24),
     )
 

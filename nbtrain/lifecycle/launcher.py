@@ -49,7 +49,7 @@ from ..ui.displays import prompt as prompts
 from ..ui.displays import select
 from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
-from ..ui.displays.tracebacks import show_from_the_rank
+from ..ui.displays.tracebacks import show_rank_traceback
 from ..worker import api, nested_launches
 from . import background, limits
 from .follower import Follower
@@ -353,7 +353,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     if error is None and interrupts.count and run.state.status == "succeeded":
         error = KeyboardInterrupt("the interrupt came after the run had ended")
     if error is not None:
-        raise show_from_the_rank(error)
+        raise show_rank_traceback(error)
     return run
 
 

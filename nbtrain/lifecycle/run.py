@@ -37,7 +37,7 @@ from ..ui.displays import html_display, kernel_comms, select
 from ..ui.displays.html_display import Display, execution_count
 from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
-from ..ui.summary import Summary, as_dict, summary
+from ..ui.summary import Summary, summary, to_dict
 from . import limits
 from .follower import Follower, shared_follower
 from .run_info import frame, run_info
@@ -391,7 +391,7 @@ class Run:
         """Return the summary and the state of each rank, as a dictionary that fits into JSON."""
         self._follow()
         folder = {"run": self.folder.name, "folder": str(self.folder)}
-        return folder | as_dict(self.state, clock.now(self.state.clock_offset))
+        return folder | to_dict(self.state, clock.now(self.state.clock_offset))
 
     def __repr__(self) -> str:
         state = self.state
@@ -437,7 +437,7 @@ def draw_live(run: Run, view: str = "auto") -> bool:
     if not isinstance(watcher, Follower):
         return False
     stop = partial(watcher.request_stop, "by the Stop button")
-    display = select.choose(view, stop, run.stacks, behind=True)
+    display = select.choose(view, stop, run.stacks, is_background=True)
     guarded = select.GuardedDisplay(display)
     guarded.update(run.state, clock.now(run.state.clock_offset))
     watcher.show(guarded.update, guarded.finish)

@@ -1,7 +1,7 @@
-"""Draws a run as one picture to share: what ran, the result, its curve and its strips. Pure.
+"""Draws a run as one picture to share: name, result, curve and strips. Pure.
 
-It is SVG, which every front draws, and it has a ground of its own: it is to be read in a chat, on
-any page, at 600 pixels. In a page it stands as an image, which browsers copy as one.
+The picture is SVG, which every front-end draws. It has its own background, since it is read in a
+chat, on any page, at 600 pixels. A page contains it as an image, so that a browser can copy it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..tracking.overview import stragglers
 from ..tracking.state import RunState
 from . import run_texts
 from .board import canvas, header, strips, theme
+from .board.layout import CANVAS, CARD
 
-WIDTH, _EDGE = 600, 16
-_INNER = WIDTH - 2 * _EDGE
+_INNER_PX = CARD.width_px - 2 * CARD.margin_px
 
 _SOFT = ' opacity=".75"'
 _LIGHT, _DARK = ("#ffffff", "#1c1c1c", "#cfcfcf"), ("#15181d", "#e8eaed", "#3a3f47")
-"""Ground, text and edge of each form."""
+"""The colours of background, text and edge in each form."""
 
 _HOW = (
     "Right-click the picture to copy it as an image, or to save it "
@@ -50,10 +50,10 @@ class Card:
         return image(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture to a file, ``run.svg`` or ``run.png``; return where.
+        """Write the picture to a file, ``run.svg`` or ``run.png``, and return its path.
 
         Raises:
-            MissingExtra: A PNG is asked for, and resvg-py is not installed.
+            MissingExtra: The file is a PNG and resvg-py is not installed.
         """
         path = Path(path).expanduser()
         svg = self.svg.encode("utf-8", "replace")
@@ -62,7 +62,7 @@ class Card:
 
 
 def _png(svg: str) -> bytes:
-    """Return an SVG as PNG, in twice as many pixels, for sharp screens."""
+    """Return an SVG as PNG with twice the pixels, for sharp screens."""
     try:
         import resvg_py
     except ImportError:
@@ -71,8 +71,8 @@ def _png(svg: str) -> bytes:
 
 
 def image(card: Card) -> str:
-    """Draw a card as an image in a page, and say how to copy it."""
-    size = f'width="{WIDTH}" style="display:block;max-width:100%;height:auto"'
+    """Draw a card as an image in a page, with the advice how to copy it."""
+    size = f'width="{CARD.width_px}" style="display:block;max-width:100%;height:auto"'
     picture = theme.image(card.svg, escape(card.title, quote=True), size)
     return f'{picture}<div style="font-size:11px;{theme.SOFT}">{_HOW}</div>'
 
@@ -81,17 +81,17 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     """Return the card of a run, in its light or its dark form."""
     ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.mark_slow_ranks(state)
-    pieces = [_head(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
-    inner, y = "", _EDGE
+    pieces = [_header(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
+    width, inner, y = CARD.width_px, "", CARD.margin_px
     for drawn, height in pieces:
         if drawn:
-            inner += f'<g transform="translate({_EDGE} {y})">{drawn}</g>'
+            inner += f'<g transform="translate({CARD.margin_px} {y})">{drawn}</g>'
             y += height + 10
-    below = f'<rect x=".5" y=".5" width="{WIDTH - 1}" height="{y - 1}" rx="8" fill="{ground}" '
+    below = f'<rect x=".5" y=".5" width="{width - 1}" height="{y - 1}" rx="8" fill="{ground}" '
     below += f'stroke="{edge}"/>'
     svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" '
-        f'viewBox="0 0 {WIDTH} {y}" font-family="system-ui,sans-serif" fill="{ink}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
+        f'viewBox="0 0 {width} {y}" font-family="system-ui,sans-serif" fill="{ink}">'
         f"{below}{inner}</svg>"
     )
     return Card(svg, shorten(header.sentence(state, now), 200))
@@ -101,8 +101,8 @@ def _text(x: float, y: float, text: str, size: float, more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}"{more}>{escape(text)}</text>'
 
 
-def _head(state: RunState, now: float) -> tuple[str, int]:
-    """Draw how the run is, its name, and what it ran on."""
+def _header(state: RunState, now: float) -> tuple[str, int]:
+    """Draw the status, the name and the devices of the run. Return also the height in pixels."""
     word, status = header.headline(state, now)
     colour, sign = theme.tones(word)
     number = "" if state.number is None else f" #{state.number}"
@@ -120,15 +120,17 @@ def _head(state: RunState, now: float) -> tuple[str, int]:
 
 
 def _figures(state: RunState, now: float) -> tuple[str, int]:
-    """Draw the key figures that fit, and what rank 0 returned."""
+    """Draw the key figures that fit."""
     figures = sorted(header.figures(state, now), key=lambda figure: "★" not in figure[1])
     drawn, x = "", 0.0
     for name, value, remarks in figures:
         remark, value = remarks[0] if remarks else "", value.rstrip(" ↘↗→")  # not in every font
         width = max(11.6 * len(value), 6 * len(name), 6 * len(remark)) + 20
-        if x + width - 20 > _INNER:
+        if x + width - 20 > _INNER_PX:
             continue
-        number, star, _ = value.partition("★")  # which few fonts have: alone, it changes no digit
+        number, star, _ = value.partition(
+            "★"
+        )  # few fonts have the star: apart, it keeps the font of digits
         drawn += _text(x, 11, name, 11, _SOFT)
         drawn += _text(x, 33, number.rstrip(), 20, ' font-weight="600"')
         drawn += _text(x + 10.6 * len(number.rstrip()) + 3, 32, star, 15) if star else ""
@@ -138,7 +140,7 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
 
 
 def _trouble(state: RunState) -> tuple[str, int]:
-    """Draw what is wrong: the failure of the rank that caused it, else a sentence."""
+    """Draw the problem of a run: the failure of the rank that caused it, else a sentence."""
     rank = verdict.find_culprit(state)
     if rank is not None:
         place = verdict.line_of_failure(rank)
@@ -160,10 +162,10 @@ def _trouble(state: RunState) -> tuple[str, int]:
 
 
 def _canvas(state: RunState, now: float) -> tuple[str, int]:
-    """Draw the curves and the strips, as on a board, with text of the picture."""
+    """Draw the curves and the strips as a board does, with labels that are part of the picture."""
     curves = canvas.curves_of(state)[:1]
-    width = _INNER - canvas.LEFT - canvas.RIGHT
-    picture = canvas.canvas(state, now, curves, canvas.rate_of(state), width=width)
+    width = _INNER_PX - CANVAS.left_px - CANVAS.right_px
+    picture = canvas.draw_canvas(state, now, curves, canvas.rate_of(state), width=width)
     if picture is None:
         return "", 0
     drawn = picture.marks
@@ -186,4 +188,4 @@ def _canvas(state: RunState, now: float) -> tuple[str, int]:
     has_room = x + 5.6 * len(picture.band) < width - 50
     drawn += _text(x, y, picture.band, 10.5, _SOFT) if has_room else ""
     drawn += _text(width, y, "nbtrain", 10.5, f' text-anchor="end"{_SOFT}')
-    return f'<g transform="translate({canvas.LEFT} 0)">{drawn}</g>', height
+    return f'<g transform="translate({CANVAS.left_px} 0)">{drawn}</g>', height

@@ -1,32 +1,25 @@
-"""Merges what several ranks print: a line that several printed is there once. Pure.
+"""Merges what several ranks print: a line that several ranks printed appears once. Pure.
 
-Logs carry no times. A line is placed once no rank has it further on.
+Logs carry no times. A line is placed when no other rank prints it later in its log.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..tracking.state import RankState, RunState
-
-ALIKE = 3
-"""Ranks that print a line which differs in their own number alone, from which it is one line."""
-
-OWN = "<rank>"
+from .limits import MAX_MERGED_LOGS, MIN_GROUP_RANKS
 
 _NUMBER = re.compile(r"(?<![\w.,:-])\d+(?![\w:]|[.,]\d)")
 """A whole number that stands alone."""
-
-GROUPS = 24
-"""Different logs that are merged."""
 
 
 def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
     """Return the last lines of a rank, without its number in front of them: ``[2/4] loading``.
 
-    Only where rank 0 counts from 0, as ranks are: ``[1/2]`` is also the first of two steps.
+    The number is removed only if rank 0 prints ``[0/4]``: ``[1/2]`` may also be step 1 of 2.
     """
     size = state.world_size
     lines = rank.log[-count:] if count else ()
@@ -36,36 +29,36 @@ def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
     return lines
 
 
-def tails(ranks: Sequence[RankState], state: RunState, count: int) -> dict[int, tuple[str, ...]]:
-    """Return the last lines of ranks; those that differ in the rank's own number alone are equal.
+def last_lines(
+    ranks: Sequence[RankState], state: RunState, count: int
+) -> dict[int, tuple[str, ...]]:
+    """Return the last lines of ranks. Lines that differ only in the rank's number become equal.
 
-    ``shard 4 has 1,250 images`` of rank 4 is ``shard <rank> has 1,250 images``, where some ranks
-    print the like.
+    ``shard 4 has 1,250 images`` of rank 4 becomes ``shard <rank> has 1,250 images`` if enough
+    ranks print the like.
     """
     logs = {rank.rank: lines_of(rank, state, count) for rank in ranks}
-    generals = {rank: _general(rank, lines) for rank, lines in logs.items()}
-    alike = Counter(text for general in generals.values() for text in {*general.values()})
+    general: dict[int, dict[str, str]] = {}
+    for rank, lines in logs.items():
+        own = str(rank)
+        changed = {line: _replace_number(line, own) for line in lines if own in line}
+        general[rank] = {line: text for line, text in changed.items() if text != line}
+    counts = Counter(text for texts in general.values() for text in {*texts.values()})
     return {
         rank: tuple(
-            general[line] if alike[general.get(line, "")] >= ALIKE else line for line in logs[rank]
+            texts[line] if counts[texts.get(line, "")] >= MIN_GROUP_RANKS else line
+            for line in logs[rank]
         )
-        for rank, general in generals.items()
+        for rank, texts in general.items()
     }
 
 
-def _general(rank: int, lines: Iterable[str]) -> dict[str, str]:
-    """Return each line that has the rank's number, with a word in its place."""
-    own = str(rank)
-    changed = {
-        line: _NUMBER.sub(lambda match: OWN if match[0] == own else match[0], line)
-        for line in lines
-        if own in line
-    }
-    return {line: general for line, general in changed.items() if general != line}
+def _replace_number(line: str, number: str) -> str:
+    return _NUMBER.sub(lambda found: "<rank>" if found[0] == number else found[0], line)
 
 
-def grouped(logs: Mapping[int, Sequence[str]]) -> list[tuple[list[int], tuple[str, ...]]]:
-    """Return the logs that differ, each with its ranks."""
+def group_logs(logs: Mapping[int, Sequence[str]]) -> list[tuple[list[int], tuple[str, ...]]]:
+    """Return each different log once, with the ranks that have it."""
     by_lines: dict[tuple[str, ...], list[int]] = {}
     for rank, lines in logs.items():
         if lines:
@@ -73,28 +66,31 @@ def grouped(logs: Mapping[int, Sequence[str]]) -> list[tuple[list[int], tuple[st
     return [(ranks, lines) for lines, ranks in by_lines.items()]
 
 
-def merged(
+def merge_groups(
     groups: Collection[tuple[list[int], Sequence[str]]], *, backwards: bool = False
 ) -> Iterator[tuple[list[int], str]]:
-    """Yield each line with the ranks that have it, from the first on, or from the last."""
+    """Yield each line with the ranks that have it, from the first line or from the last."""
     stacks = [_Stack(list(ls if backwards else reversed(ls)), ranks) for ranks, ls in groups]
     while any(stack.lines for stack in stacks):
-        line = _next(stacks, backwards)
+        line = _next_line(stacks, backwards)
         owners = [stack for stack in stacks if stack.lines and stack.lines[-1] == line]
         for stack in owners:
             stack.pop()
         yield sorted(rank for stack in owners for rank in stack.ranks), line
 
 
-def in_order(logs: Mapping[int, Sequence[str]]) -> Iterator[tuple[list[int], str]]:
-    """Yield each line of the ranks' logs with those that have it; beyond `GROUPS`, log by log."""
-    groups = grouped(logs)
-    yield from merged(groups[:GROUPS])
-    yield from ((ranks, line) for ranks, lines in groups[GROUPS:] for line in lines)
+def merge_logs(logs: Mapping[int, Sequence[str]]) -> Iterator[tuple[list[int], str]]:
+    """Yield each line of the logs with its ranks.
+
+    Logs beyond `MAX_MERGED_LOGS` different ones follow one after the other.
+    """
+    groups = group_logs(logs)
+    yield from merge_groups(groups[:MAX_MERGED_LOGS])
+    yield from ((ranks, line) for ranks, lines in groups[MAX_MERGED_LOGS:] for line in lines)
 
 
 class _Stack:
-    """The lines of ranks that printed the same, the next one on top."""
+    """The lines of ranks that printed the same, with the next line on top."""
 
     def __init__(self, lines: list[str], ranks: list[int]) -> None:
         self.lines, self.ranks, self.popped = lines, ranks, 0
@@ -104,19 +100,21 @@ class _Stack:
         self._left[self.lines.pop()] -= 1
         self.popped += 1
 
-    def has_further_up(self, line: str) -> bool:
+    def has_later(self, line: str) -> bool:
+        """Return whether a line is below the top."""
         return bool(self.lines) and self.lines[-1] != line and self._left[line] > 0
 
 
-def _next(stacks: Sequence[_Stack], backwards: bool) -> str:
-    """Return the line to place next: one that no rank has further on.
+def _next_line(stacks: Sequence[_Stack], backwards: bool) -> str:
+    """Return the line to place next: one that no rank has later.
 
-    Of the first rank; backwards, which is live, of the least used stack.
+    Forwards, the first rank has precedence. Backwards, the stack that was used least has it, since
+    the ends of live logs are all of the present moment.
     """
     tops = [stack for stack in stacks if stack.lines]
     tops.sort(key=lambda s: (s.popped, -s.ranks[0]) if backwards else (0, s.ranks[0]))
     for stack in tops:
         line = stack.lines[-1]
-        if not any(other.has_further_up(line) for other in tops):
+        if not any(other.has_later(line) for other in tops):
             return line
     return tops[0].lines[-1]

@@ -1,4 +1,4 @@
-"""Describes ranks: state, place, pace, memory, and what sets one apart. Pure."""
+"""Describes ranks: state, position, pace, memory, and how one differs from the others. Pure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,23 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from statistics import median
 
-from ..system.text import (
-    format_bytes,
-    format_duration,
-    format_number,
-    format_rate,
-)
+from ..system.text import format_bytes, format_duration, format_number, format_rate
 from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
 from ..tracking.overview import run_progress
 from ..tracking.overview.epochs import metric_order
 from ..tracking.state import ProgressBar, RankState, RunState, TrainingProgress
+from . import limits
 from .eta import fraction
 
-_AT_REST = ("stuck?", "waiting")
+_NOT_MOVING = ("stuck?", "waiting")
 """The marks of ranks that make no progress in a hang."""
-
 
 _EPOCHS = re.compile(r"(epochs?|ep|e)\W*", re.I)
 
 
 def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
-    """Return the last metrics of a rank: ``loss 0.2315 · lr 0.001``, those that matter first."""
+    """Return the last metrics of a rank, the most important first: ``loss 0.2315 · lr 0.001``."""
     rest = sorted((name for name in rank.metrics if name not in but), key=metric_order)
     shown = [f"{name} {format_number(rank.metrics[name])}" for name in rest[:limit]]
     more = len(rest) - len(shown)
@@ -38,22 +33,23 @@ def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> st
 
 
 def position(rank: RankState) -> str:
-    """Return where a rank stands: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
-    time_left = f"{left(rank)} left" if left(rank) else ""
-    return " · ".join(filter(None, [bar_positions(rank), pace(rank), time_left]))
+    """Return a rank's position and pace: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
+    left = f"{time_left(rank)} left" if time_left(rank) else ""
+    return " · ".join(filter(None, [bar_positions(rank), pace(rank), left]))
 
 
 def bar_positions(rank: RankState) -> str:
-    """Return where a rank is, from the outside in: ``epoch 2/3 › batch 20/45``.
+    """Return a rank's position in its loops, the outermost first: ``epoch 2/3 › batch 20/45``.
 
-    The loops around its steps tell, else its bars that move.
+    Without known loops around its steps, return the position of its progress bars.
     """
     loops = rank.progress.loops if rank.progress is not None else ()
     if loops and rank.progress is not None:
         name, done, total, first = loops[-1]
         places = [f"{n} {d + f:,}/{t + f - 1:,}" for n, d, t, f in loops[:-1]]
-        runs = done < total and bool(_EPOCHS.fullmatch(name))  # of batches, those that are done
-        return " › ".join([*places, f"{name} {done + first - 1 + runs:,}/{total + first - 1:,}"])
+        # An epoch counts when it begins, a batch when it is done.
+        begun = done < total and bool(_EPOCHS.fullmatch(name))
+        return " › ".join([*places, f"{name} {done + first - 1 + begun:,}/{total + first - 1:,}"])
     if not rank.nest:
         return "" if rank.bar is None else _bar_position(rank.bar)
     *outer, inner = rank.nest
@@ -61,7 +57,7 @@ def bar_positions(rank: RankState) -> str:
 
 
 def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
-    """Return where a bar is; one of epochs counts those that are done, of which the next runs."""
+    """Return a bar's position. A bar of epochs counts finished ones; add the one that runs."""
     n = bar.n
     is_inside = is_around or not bar.closed
     if is_inside and bar.total and n < bar.total and _EPOCHS.fullmatch(bar.description):
@@ -72,24 +68,24 @@ def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
 
 
 def rate(rank: RankState) -> str:
-    """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``."""
+    """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``; empty if it does not."""
     bar = rank.bar
-    if bar is None or not bar.rate or rank.hang in _AT_REST:
+    if bar is None or not bar.rate or rank.hang in _NOT_MOVING:
         return ""
-    if bar.closed and not rank.is_over:  # what the rank does now is another thing
+    if bar.closed and not rank.is_over:  # the rank now does something else
         return ""
-    return _speed(bar.rate, bar.unit)
+    return _format_speed(bar.rate, bar.unit)
 
 
-def _speed(rate: float, unit: str, units: str = "") -> str:
-    """Write how many of a unit there are in a second: ``12.3 it/s``, or ``2.0 s/it``."""
+def _format_speed(rate: float, unit: str, units: str = "") -> str:
+    """Return the number of a unit per second: ``12.3 it/s``, or ``2.0 s/it``."""
     if rate < 1:
         return f"{format_duration(1 / rate)}/{unit}"
     return f"{format_rate(rate)} {units or unit}/s"
 
 
 def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
-    """Return the steps per second of the fastest rank; time starts at the first batch or step."""
+    """Return the steps per second of the fastest rank, since its first batch or step."""
     made = [(t.steps - (t.batch is None), t.elapsed) for t in trained]
     return max(
         (steps / seconds for steps, seconds in made if steps > 0 and seconds > 0), default=None
@@ -97,21 +93,21 @@ def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
 
 
 def pace(rank: RankState) -> str:
-    """Return how fast a rank trains, ``12.3 steps/s``; before it does, its bar's rate.
+    """Return how fast a rank trains, ``12.3 steps/s``; before its first step, its bar's rate.
 
-    A bar may be one of files, of a validation or of epochs, and differ from rank to rank. What is
-    over has its mean.
+    Steps come first since a bar may count files, validation batches or epochs, and differ from
+    rank to rank. A rank that has ended has its mean rate.
     """
     if rank.progress is None or not rank.progress.steps:
         return rate(rank)
     steps = steps_per_second([rank.progress]) if rank.is_over else rank.progress.step_rate
-    return _speed(steps, "step", "steps") if steps and rank.hang not in _AT_REST else ""
+    return _format_speed(steps, "step", "steps") if steps and rank.hang not in _NOT_MOVING else ""
 
 
-def left(rank: RankState) -> str:
-    """Return how long the rank's loops or bars will still take, all of them together."""
+def time_left(rank: RankState) -> str:
+    """Return the time until the outermost of the rank's loops or bars ends; empty if unknown."""
     bar, loops = rank.bar, rank.progress.loops if rank.progress is not None else ()
-    if bar is None or rank.is_over or rank.hang in _AT_REST:
+    if bar is None or rank.is_over or rank.hang in _NOT_MOVING:
         return ""
     is_inside = len(loops) > 1 or len(rank.nest) > 1
     seconds = run_progress.remaining(rank) if is_inside else bar.remaining
@@ -120,16 +116,16 @@ def left(rank: RankState) -> str:
 
 
 def badge(rank: RankState) -> str:
-    """Return a rank's state in a word: for a running one, its part in a hang, or its phase."""
+    """Return a rank's state in a word; for a running rank, its role in a hang or its phase."""
     if rank.status != "running":
         return rank.status
     return rank.hang.removesuffix("?") or rank.phase or rank.status
 
 
-def with_badges(state: RunState) -> RunState:
-    """Return the picture whose ranks say what the run knows of them.
+def mark_late_ranks(state: RunState) -> RunState:
+    """Mark running ranks of a state that are stopping, or have not joined yet.
 
-    One that is late where others already join is not just running, nor is any that is to stop.
+    A rank that has not joined while others already join has no mark of its own.
     """
     running = [rank for rank in state.ranks if rank.status == "running"]
     if state.status == "stopping":
@@ -143,7 +139,7 @@ def with_badges(state: RunState) -> RunState:
 
 
 def statuses(ranks: Iterable[RankState]) -> str:
-    """Return how many ranks are in which state: ``1,020 running, 3 done, 1 failed``."""
+    """Return the number of ranks in each state: ``1,020 running, 3 done, 1 failed``."""
     counts: dict[str, int] = {}
     for rank in ranks:
         counts[badge(rank)] = counts.get(badge(rank), 0) + 1
@@ -151,36 +147,39 @@ def statuses(ranks: Iterable[RankState]) -> str:
 
 
 def spread(state: RunState) -> list[tuple[str, str]]:
-    """Return the progress and the loss over many ranks, each as (name, lowest, mean, highest)."""
+    """Return the lowest, mean and highest progress and loss of many ranks, as (name, text)."""
     done = [100 * f for r in state.ranks if (f := fraction(r)) is not None]
     losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]
-    rows = ("progress", done, " %"), ("loss", losses, "")
-    return [(name, _low_mean_high(values, unit)) for name, values, unit in rows if values]
-
-
-def _low_mean_high(values: Collection[float], unit: str) -> str:
-    numbers = min(values), sum(values) / len(values), max(values)
-    low, mean, high = (f"{v:.1f}{unit}" if unit else format_number(v) for v in numbers)
-    return low if low == high else f"min {low} · mean {mean} · max {high}"
+    rows = []
+    for name, values, unit in ("progress", done, " %"), ("loss", losses, ""):
+        if values:
+            numbers = min(values), sum(values) / len(values), max(values)
+            low, mean, high = (f"{v:.1f}{unit}" if unit else format_number(v) for v in numbers)
+            text = low if low == high else f"min {low} · mean {mean} · max {high}"
+            rows.append((name, text))
+    return rows
 
 
 def memory_use(rank: RankState) -> str:
     """Return a rank's device and memory: ``GPU 0 · 12.3 GiB``; without a GPU, ``1.2 GiB``."""
-    usage, on_gpu = rank.usage, rank.usage.gpu_memory
-    if on_gpu is None and rank.progress is not None:
-        on_gpu = rank.progress.reserved
-    if usage.gpu is not None or on_gpu is not None:
-        device = "GPU" if usage.gpu is None else f"GPU {usage.gpu}"
-        return device if on_gpu is None else f"{device} · {format_bytes(on_gpu)}"
-    return "" if usage.memory is None else format_bytes(usage.memory)
+    usage, size = rank.usage, memory_bytes(rank)
+    parts = [] if size is None else [format_bytes(size)]
+    if usage.gpu is not None or _gpu_bytes(rank) is not None:
+        parts.insert(0, "GPU" if usage.gpu is None else f"GPU {usage.gpu}")
+    return " · ".join(parts)
 
 
 def memory_bytes(rank: RankState) -> int | None:
-    """Return the bytes that `memory_use` writes."""
-    on_gpu = rank.usage.gpu_memory
-    if on_gpu is None and rank.progress is not None:
-        on_gpu = rank.progress.reserved
+    """Return the bytes that a rank uses on its GPU, or on the host if it has none."""
+    on_gpu = _gpu_bytes(rank)
     return rank.usage.memory if on_gpu is None and rank.usage.gpu is None else on_gpu
+
+
+def _gpu_bytes(rank: RankState) -> int | None:
+    """Return the bytes used on the GPU: as the driver counts them, else as torch reserved them."""
+    if rank.usage.gpu_memory is None and rank.progress is not None:
+        return rank.progress.reserved
+    return rank.usage.gpu_memory
 
 
 def cpu(rank: RankState) -> str:
@@ -189,46 +188,46 @@ def cpu(rank: RankState) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-def waiting(rank: RankState) -> str:
+def waiting_share(rank: RankState) -> str:
     """Return the share of its time that a rank waits for data; empty below 10 %."""
-    share = _waits(rank)
+    share = _data_wait(rank)
     return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
 
 
-def _waits(rank: RankState) -> float | None:
-    """Return the share of time that a rank waits for data; none of the moment before a step."""
+def _data_wait(rank: RankState) -> float | None:
+    """Return the share of time that a rank waits for data; None before its first step."""
     progress = rank.progress
     return progress.waiting if progress is not None and progress.steps else None
 
 
-def compiled(rank: RankState) -> str:
-    """Return what torch_xla has compiled: ``3 in 41 s``."""
+def compilations(rank: RankState) -> str:
+    """Return how many graphs torch_xla compiled, and for how long: ``3 in 41 s``."""
     if rank.compiled is None:
         return ""
     return f"{rank.compiled[0]} in {format_duration(rank.compiled[1])}"
 
 
-class Apart:
-    """What sets single ranks apart from the middle of all."""
+class Comparison:
+    """Compares single ranks with the median of all."""
 
     def __init__(self, state: RunState) -> None:
         moving = [rank for rank in state.ranks if not rank.is_over]
         self._shares = {rank.rank: fraction(rank) for rank in moving}
-        self._done = _middle(self._shares.values())
-        self._waits = _middle(_waits(rank) for rank in moving)
-        self._memory = _middle(memory_bytes(rank) for rank in moving)
-        self._is_few = len(state.ranks) < 3
+        self._done = _median(self._shares.values())
+        self._waits = _median(_data_wait(rank) for rank in moving)
+        self._memory = _median(memory_bytes(rank) for rank in moving)
+        self._are_few = len(state.ranks) < limits.MIN_GROUP_RANKS
 
     def reason(self, rank: RankState) -> str:
-        """Return what sets a rank apart: ``12 % behind · waits for data 31 %``."""
-        if self._is_few or rank.is_over:
+        """Return how a rank differs, ``12 % behind · waits for data 31 %``; empty if not at all."""
+        if self._are_few or rank.is_over:
             return ""
         reasons = []
         done, memory = self._shares[rank.rank], memory_bytes(rank)
-        if done is not None and self._done - done >= 0.05:
+        if done is not None and self._done - done >= limits.MIN_GAP_SHARE:
             reasons.append(f"{100 * (self._done - done):.0f} % behind")
         if self.waits_longer(rank):
-            reasons.append(f"waits for data {100 * (_waits(rank) or 0.0):.0f} %")
+            reasons.append(f"waits for data {100 * (_data_wait(rank) or 0.0):.0f} %")
         if rank.loss is not None and not math.isfinite(rank.loss):
             reasons.append("loss is not finite")
         if memory is not None and memory > 1.5 * self._memory > 0:
@@ -237,20 +236,20 @@ class Apart:
 
     def waits_longer(self, rank: RankState) -> bool:
         """Whether a rank waits for data for a larger share of its time than the others."""
-        waits = None if self._is_few or rank.is_over else _waits(rank)
+        waits = None if self._are_few or rank.is_over else _data_wait(rank)
         return waits is not None and waits >= self._waits + 0.1
 
 
-def _middle(values: Iterable[float | None]) -> float:
+def _median(values: Iterable[float | None]) -> float:
     known = [value for value in values if value is not None]
     return median(known) if known else 0.0
 
 
 def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
-    """Return the ranks to name among many, each with the reason: in trouble, or apart."""
-    apart = Apart(state)
+    """Return up to `limit` ranks that failed or differ from the others, each with the reason."""
+    comparison = Comparison(state)
     order = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2}
-    named = [(rank, apart.reason(rank)) for rank in state.ranks]
+    named = [(rank, comparison.reason(rank)) for rank in state.ranks]
     named = [(rank, reason) for rank, reason in named if reason or badge(rank) in order]
-    named.sort(key=lambda at: (order.get(badge(at[0]), 3), at[0].has_lost_peers))
+    named.sort(key=lambda pair: (order.get(badge(pair[0]), 3), pair[0].has_lost_peers))
     return named[:limit]

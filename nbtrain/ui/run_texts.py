@@ -1,27 +1,37 @@
-"""Describes a run: where it stands, what it runs on, what may go wrong. Pure."""
+"""Describes a run: its position, devices, warnings and results, and what to do next. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import NamedTuple
+
+from ..checks.remedies import remedies, remedies_of_rank
+from ..hangs import verdict
 from ..system import tpu
 from ..system.text import (
     MAX_DURATION_S,
+    format_bytes,
     format_bytes_of,
+    format_count,
     format_duration,
     format_number,
     format_ranks,
     plural,
 )
+from ..tracking import events as ev
 from ..tracking.events import Host
+from ..tracking.overview import stragglers
 from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
-from ..tracking.state import RunState
+from ..tracking.state import RankState, RunState
 from . import rank_texts
-from .eta import fraction, remaining
+from .eta import fraction, time_left
+from .limits import MAX_LISTED, MAX_RESULTS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
-    """Return where a run stands, in a few words and in more: ``epoch 3``, ``40/100 batches``."""
+    """Return a run's position, short and in detail: ``epoch 3``, ``40/100 batches``."""
     ranks = [rank for rank in state.ranks if rank.bar is not None]
-    # The last of those that go on: so does the share that is shown beside it.
+    # The slowest active rank: the share that is shown beside this is of that rank, too.
     rank = min(ranks, key=lambda rank: (rank.is_over, fraction(rank) or 0.0), default=None)
     if rank is None or rank.bar is None:
         return "", ""
@@ -39,12 +49,12 @@ def run_position(state: RunState) -> tuple[str, str]:
 
 
 def hang(state: RunState) -> str:
-    """Return which rank waits for which; of a run that is over, how that was at the end."""
+    """Return the sentence about a hang; for a run that has ended, that it hung when it ended."""
     return f"when the run ended: {state.hang}" if state.is_over and state.hang else state.hang
 
 
 def is_stuck(state: RunState) -> bool:
-    """Whether ranks make no progress; one that is merely slower than others is no hang."""
+    """Whether no rank makes progress. A rank that is only slower than others is no hang."""
     return (
         bool(state.hang)
         and not state.is_over
@@ -54,9 +64,10 @@ def is_stuck(state: RunState) -> bool:
 
 
 def facts(state: RunState, now: float, *, brief: bool = False) -> str:
-    """Return the run in a line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
+    """Return the run in one line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
 
-    `brief`: without the time left, and in whole seconds while it runs: each change is sent.
+    With `brief`, leave out the time left and give whole seconds while the run lasts: a board sends
+    each change to the page.
     """
     parts = [plural(state.world_size, "rank"), state.engine, devices(state)]
     if state.precision != "no":
@@ -66,30 +77,26 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     passed = state.elapsed(now)
     parts.append(whole_seconds(passed) if brief and not state.is_over else format_duration(passed))
     is_slow = any(rank.hang == "slow?" for rank in state.ranks)
-    left = "" if brief or (state.hang and not is_slow) else remaining(state, now)
+    left = "" if brief or (state.hang and not is_slow) else time_left(state, now)
     return " · ".join(filter(None, [*parts, left]))
 
 
 def whole_seconds(seconds: float) -> str:
-    """Return a duration that changes once a second."""
+    """Return a duration in whole seconds, so that it changes once a second."""
     return (
         f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_DURATION_S)))
     )
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:
-    """Return what may go wrong, one line each; of those beyond `limit`, only the number."""
+    """Return the warnings of a run, one line each, and the number of those beyond `limit`."""
     more = len(state.notes) - limit
     shown = [f"⚠ {note}" for note in state.notes[:limit]]
     return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
 
 
-_NODES = 8
-"""Nodes of a cluster that have their own line."""
-
-
 def devices(state: RunState) -> str:
-    """Name what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
+    """Return what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
     if state.device in tpu.ENGINES.values():
         return "TPU"
     if len(nodes(state)) > 1:
@@ -103,16 +110,16 @@ def devices(state: RunState) -> str:
 
 
 def nodes(state: RunState) -> list[str]:
-    """Return the names of the nodes that ranks run on; empty if that is the launcher's host."""
+    """Return the names of the nodes that ranks run on; an empty list on the launcher's host."""
     return list(dict.fromkeys(rank.node for rank in state.ranks if rank.node))
 
 
 def lines(state: RunState) -> list[str]:
-    """Return a line for each host; on a cluster for the first `_NODES`, with name and ranks."""
+    """Return a line for the host, or one for each of the first nodes with its ranks."""
     if state.host is not None:
         return [host(state.host)]
     lines = []
-    for name in (every := nodes(state))[:_NODES]:
+    for name in (every := nodes(state))[:MAX_LISTED]:
         ranks = format_ranks([rank.rank for rank in state.ranks if rank.node == name])
         known = state.hosts.get(name)
         lines.append(f"{name}: {ranks}" + (f" · {host(known)}" if known is not None else ""))
@@ -121,7 +128,7 @@ def lines(state: RunState) -> list[str]:
 
 
 def host(status: Host) -> str:
-    """Return what is in use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``."""
+    """Return a host's use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``."""
     source = f" ({status.whose})" if status.whose else ""
     parts = [f"memory {format_bytes_of(status.used, status.limit)}{source}"] if status.limit else []
     if status.gpus:
@@ -133,3 +140,172 @@ def host(status: Host) -> str:
         if shares:
             parts.append(f"{'–'.join(dict.fromkeys([shares[0], shares[-1]]))} % busy")
     return " · ".join(parts)
+
+
+# What ranks returned and saved
+
+
+class Result(NamedTuple):
+    """A result, and the ranks that returned it."""
+
+    ranks: str
+    """``rank 0``, ``ranks 0, 4–7``; empty in the last row if that counts further results."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.arrow}{self.text}"
+
+    @property
+    def arrow(self) -> str:
+        """The ranks and an arrow, to stand before the result."""
+        return f"{self.ranks} → " if self.ranks else ""
+
+
+def results(state: RunState) -> list[Result]:
+    """Return what ranks returned, equal results in one row; an empty list if all returned None."""
+    by_result: dict[tuple[str, str], list[int]] = {}
+    for rank in state.ranks:
+        if rank.result is not None:
+            by_result.setdefault((rank.result, rank.checksum), []).append(rank.rank)
+    if {text for text, _ in by_result} <= {"None"}:
+        return []
+    rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
+    more = len(rows) - MAX_RESULTS
+    return [*rows[:MAX_RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
+
+
+def name_ranks(ranks: Collection[int], state: RunState) -> str:
+    """Return the name of some ranks: ``all ranks``, ``rank 3``, ``ranks 0, 4–7``."""
+    return "all ranks" if len(ranks) == state.world_size > 1 else format_ranks(ranks)
+
+
+def artifact_lines(state: RunState) -> list[str]:
+    """Return one line for each value that ranks saved for the notebook, and whether it arrived.
+
+    ``model: 86 M parameters updated from rank 0 (328 MiB)``.
+    """
+    by_name: dict[str, list[tuple[int, ev.ArtifactSaved]]] = {}
+    for rank in state.ranks:
+        for saved in rank.saved:
+            by_name.setdefault(saved.name, []).append((rank.rank, saved))
+    lines = []
+    for name, sent in by_name.items():
+        saved = sent[0][1]
+        loaded = state.loaded.get(name)
+        last = loaded if loaded is not None and loaded.trouble else saved
+        if last.trouble:
+            lines.append(f"⚠ {ev.describe_failed_update(last)}")
+            continue
+        if loaded is not None and loaded.code == ev.SAME:
+            continue
+        is_value = saved.what == "value"
+        ranks, size = format_ranks([r for r, _ in sent]), format_bytes(sum(s.size for _, s in sent))
+        content = "value" if is_value else "state"
+        if saved.parameters:
+            content = f"{format_count(saved.parameters)} parameters"
+        label = f"{name}: {content}"
+        if loaded is not None:
+            if saved.adapters:
+                label = label.replace(": ", f": PEFT's adapter {saved.adapters} added, ", 1)
+            line = f"{label}{'' if is_value else ' updated'} from {ranks} ({size})"
+            if loaded.code == ev.OTHER_VARIABLE:
+                line += (
+                    f", in the model that was passed. The notebook's `{name}` is another model: "
+                    f"run.load({name}, {name!r}) loads the weights into it"
+                )
+            lines.append(line)
+        elif state.status == "succeeded":
+            call = "run.wait()" if is_value else "run.wait(), or run.load(model)"
+            lines.append(f"{label} of {ranks} ({size}), not in the notebook yet: call {call}")
+        elif not is_value and state.is_over:
+            part = f"state ({size})"
+            if saved.what == "model":
+                part = f"weights ({format_count(saved.parameters)} parameters, {size})"
+            load = "nbtrain.last_run().load() copies it to the notebook"
+            lines.append(f"{name}: {ranks} saved its {part}; {load}")
+    return lines[:MAX_RESULTS]
+
+
+# What to do next
+
+
+_STUCK = (
+    "if that should not take so long, press Stop, correct it and run the cell again. Stacks shows "
+    "the line of each rank (`%nbtrain stacks` and `%nbtrain stop` in another notebook)."
+)
+_SAME_COLLECTIVES = (
+    "let every rank call the same collectives in the same order, then run the cell again; "
+    "`--on-hang report` lets a run wait."
+)
+_OF_KIND = {
+    "cuda out of memory": (
+        "`%nbtrain memory` estimates the memory of a training, by part; use a smaller batch, "
+        "gradient checkpointing or `-p bf16`."
+    ),
+    "out of memory": (
+        "use a smaller batch, fewer ranks (`-n`) or fewer workers of the DataLoader; "
+        "`%nbtrain memory` shows what a rank takes."
+    ),
+    "data loader worker": "try `num_workers=0`: the error then shows in the rank itself.",
+    "disk full": "free space, or set `NBTRAIN_HOME` to a folder with more room; then run it again.",
+    "fork refused": "close other programs, or start fewer ranks (`-n`).",
+    "communication": "let every rank call the same collectives, with tensors of the same sizes.",
+    "segfault": (
+        "the library that the log names last failed in native code: update it, or try "
+        "`--engine spawn`."
+    ),
+    "signal": (
+        "run the cell again; `--max-restarts 1` starts the ranks again by itself, from their "
+        "last `nbtrain.checkpoint`."
+    ),
+    "exit": "to end a rank early, return from the function; then run the cell again.",
+}
+_LOST = (
+    "`nbtrain.last_run().load()` copies what the ranks saved to the notebook; run the cell again "
+    "for the rest."
+)
+_LONGER = "raise `--timeout`, or save with `nbtrain.checkpoint` and run the cell again from there."
+_READ = "do what the warning says, then run the cell again."
+_FASTER = (
+    "look at what {} {} (the shard, the disk, the DataLoader's workers), or raise `num_workers`."
+)
+
+
+def next_step(state: RunState) -> str:
+    """Return what to do next, in a sentence; "" if there is no problem or no known remedy."""
+    culprit = verdict.find_culprit(state)
+    if is_stuck(state):
+        return _STUCK
+    if culprit is not None:
+        return _advise_after_failure(culprit, state)
+    if state.status == "lost":
+        return _LOST
+    if state.status == "timed out":
+        hung = state.code in (verdict.HANG.code, verdict.DEADLOCK.code)
+        return _SAME_COLLECTIVES if hung else _LONGER
+    if state.remedy:
+        return state.remedy
+    if state.status == "failed":
+        kind = state.code or verdict.diagnose(state.message, died=False)[0]
+        return _OF_KIND.get(kind, "")
+    if state.is_over:
+        return _READ if state.flaw and state.notes else ""
+    if not stragglers.are_short_of_data(state):
+        return ""
+    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
+    return _FASTER.format(format_ranks(slow), "loads" if len(slow) == 1 else "load")
+
+
+def _advise_after_failure(rank: RankState, state: RunState) -> str:
+    """Return the remedy for a known error, else for its kind, else the line to correct."""
+    kind, line = verdict.classify_rank_failure(rank, state)
+    known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
+    if known:
+        return known[0]
+    if text := _OF_KIND.get(kind):
+        return text
+    place = verdict.line_of_failure(rank) or f"the line that the log of rank {rank.rank} names"
+    return (
+        f"correct {place}, or the data that it uses, then run it again; `%%distributed --debug` "
+        "opens the debugger where it fails."
+    )

@@ -1,4 +1,4 @@
-"""Sums up a run in numbers, its times, speed and results: `run.summary()`. Pure."""
+"""Summarizes a run in numbers: its times, speed, memory and metrics (`run.summary()`). Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from ..tracking.overview.epochs import metric_order
 from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
 from .board import theme
-from .board.board import cut, framed
+from .board.board import draw_frame, escape_shortened
+from .limits import MAX_LISTED
 from .tables import LEFT, Cell, html_table, text_table
-
-METRICS = 8
-"""Metrics that are shown; all of them are in `Summary.metrics`."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,17 @@ class MemoryPart:
 
     name: str
     bytes: int
-    """Bytes in the rank that has most of it."""
+    """Bytes in the rank that has the most of it."""
 
     ranks: tuple[int, ...]
-    """The ranks that have as much, within one percent."""
+    """The ranks that have that many bytes, within one percent."""
 
 
 @dataclass(frozen=True)
 class Card:
     """Bytes in use on a GPU, by any process, before the ranks started and after they ended.
 
-    None: not known (yet).
+    A number that is unknown, or not known yet, is None.
     """
 
     index: int
@@ -50,7 +48,7 @@ class Card:
 
     @property
     def is_given_back(self) -> bool | None:
-        """Whether the GPU holds no more than before; None if that is not known."""
+        """Whether the GPU holds as little as before; None if that is unknown."""
         if self.bytes_before is None or self.bytes_after is None:
             return None
         return self.bytes_after <= self.bytes_before + tracking_limits.GPU_MEMORY_NOISE_BYTES
@@ -58,7 +56,7 @@ class Card:
 
 @dataclass(frozen=True, repr=False)
 class Summary:
-    """A run in numbers. A number that is not known (yet) is None, or empty."""
+    """A run in numbers. A number that is unknown, or not known yet, is None or empty."""
 
     name: str
     status: str
@@ -78,7 +76,7 @@ class Summary:
     """The rank that failed first, and its error."""
 
     seconds_to_first_step: float | None = None
-    """Seconds until every rank asked for its first batch, or made its first step."""
+    """Seconds until every rank requested its first batch, or made its first step."""
 
     seconds_training: float | None = None
     """Seconds from there to the last event of training, in the slowest rank."""
@@ -87,18 +85,18 @@ class Summary:
     """Optimizer steps of the rank that made the most."""
 
     samples: int | None = None
-    """Samples of all ranks together; of one rank if all train on the same samples."""
+    """Samples of all ranks together, or of one rank if all train on the same samples."""
 
     steps_per_second: float | None = None
     samples_per_second: float | None = None
     waiting_share: float | None = None
-    """The mean share (0 to 1) of the training that ranks waited for data."""
+    """The share (0 to 1) of the training that ranks waited for data, as the mean over ranks."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean over ranks of each metric's last value."""
 
     memory_bytes: int | None = None
-    """The largest number of bytes that a rank takes of its GPU, or of the host without one."""
+    """The most bytes that a rank takes of its GPU, or of the host if it has none."""
 
     memory_ranks: tuple[int, ...] = ()
     memory_parts: tuple[MemoryPart, ...] = ()
@@ -113,12 +111,12 @@ class Summary:
         return html(self)
 
 
-SCHEMA = 1
-"""Which keys `as_dict` has: a number for each change that a program would notice."""
+SCHEMA_VERSION = 1
+"""The version of the keys of `to_dict`. A change that a program would notice raises it."""
 
 
-def as_dict(state: RunState, now: float) -> dict[str, Any]:
-    """Return a run's numbers, and where each rank stands, in what JSON has."""
+def to_dict(state: RunState, now: float) -> dict[str, Any]:
+    """Return a run's numbers and the state of each rank as values that JSON has."""
     ranks = [
         {
             "rank": rank.rank,
@@ -132,36 +130,43 @@ def as_dict(state: RunState, now: float) -> dict[str, Any]:
         }
         for rank in state.ranks
     ]
-    numbers = as_plain(summary(state, now))
-    how = {"status": state.status, "outcome": state.outcome, "notes": state.notes}
-    codes = [{"code": each.code, "text": each.full_text} for each in state.findings]
-    extra = {**how, "findings": codes, "rank_states": ranks}
-    plain: dict[str, Any] = as_plain({"schema": SCHEMA, **numbers, **extra})
+    plain: dict[str, Any] = to_json_value(
+        {
+            "schema": SCHEMA_VERSION,
+            **to_json_value(summary(state, now)),
+            "status": state.status,
+            "outcome": state.outcome,
+            "notes": state.notes,
+            "findings": [{"code": each.code, "text": each.full_text} for each in state.findings],
+            "rank_states": ranks,
+        }
+    )
     return plain
 
 
-def as_plain(value: Any) -> Any:
-    """Return a value with lists for tuples, and texts for the numbers that JSON does not have."""
+def to_json_value(value: Any) -> Any:
+    """Return a value with lists for tuples, and strings for the numbers that JSON does not have."""
     if is_dataclass(value):
-        return {each.name: as_plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: to_json_value(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): as_plain(each) for key, each in value.items()}
+        return {str(key): to_json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_plain(each) for each in value]
+        return [to_json_value(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(state: RunState, now: float) -> Summary:
-    """Return a run's numbers; `now` counts while the run goes on."""
+    """Return a run's numbers. `now` is the end of a run that has not ended."""
     trained = [rank.progress for rank in state.ranks if rank.progress is not None]
-    begun = [t.time - t.elapsed - state.created for t in trained]
+    starts = [t.time - t.elapsed - state.created for t in trained]
     training = max((t.elapsed for t in trained), default=None)
     steps = max((t.steps for t in trained), default=0) or None
     counts = [t.samples or 0 for t in trained]
-    # Ranks that train on the same data, or each for itself, go over it once for each.
+    # Ranks that train on the same data, or independently, each count all of it.
     samples = (max(counts, default=0) if state.flaws else sum(counts)) or None
+    first = min(find_causes(state), key=lambda rank: rank.ended or math.inf, default=None)
     waited = [min(1.0, t.waited / t.elapsed) for t in trained if t.elapsed > 0]
-    whole = largest({rank.rank: peak_memory(rank) for rank in state.ranks})
+    most, most_ranks = find_largest({rank.rank: peak_memory(rank) for rank in state.ranks})
     return Summary(
         state.name,
         state.outcome,
@@ -173,8 +178,8 @@ def summary(state: RunState, now: float) -> Summary:
         state.created,
         state.elapsed(now),
         message=state.explanation,
-        error=first_error(state),
-        seconds_to_first_step=max(0.0, max(begun)) if begun else None,
+        error=f"rank {first.rank}: {verdict.describe_trouble(first, state)}" if first else "",
+        seconds_to_first_step=max(0.0, max(starts)) if starts else None,
         seconds_training=training,
         steps=steps,
         samples=samples,
@@ -182,20 +187,15 @@ def summary(state: RunState, now: float) -> Summary:
         samples_per_second=samples / training if samples and training else None,
         waiting_share=sum(waited) / len(waited) if waited else None,
         metrics=MappingProxyType(last_metrics(state.ranks)),
-        memory_bytes=whole[0] or None,
-        memory_ranks=whole[1],
-        memory_parts=memory_parts(state.ranks) if whole[0] else (),
+        memory_bytes=most or None,
+        memory_ranks=most_ranks,
+        memory_parts=memory_parts(state.ranks) if most else (),
         cards=gpu_cards(state),
     )
 
 
-def first_error(state: RunState) -> str:
-    first = min(find_causes(state), key=lambda rank: rank.ended or math.inf, default=None)
-    return "" if first is None else f"rank {first.rank}: {verdict.describe_trouble(first, state)}"
-
-
 def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:
-    """Return the mean over ranks of each metric's last value; the loss seen, if none was logged."""
+    """Return the mean over ranks of each metric's last value. A logged loss has precedence."""
     values_by_name: dict[str, list[float]] = {}
     for rank in ranks:
         seen = {} if rank.loss is None else {"loss": rank.loss}
@@ -206,7 +206,7 @@ def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:
 
 
 def peak_memory(rank: RankState) -> int:
-    """Return the most bytes a rank took of its GPU; without one that is known, of the host."""
+    """Return the most bytes that a rank took of its GPU, or of the host if no GPU is known."""
     trained = rank.progress
     on_gpu = (trained.reserved or trained.peak or 0) if trained is not None else 0
     return max(rank.usage.most_gpu_memory or 0, on_gpu) or rank.usage.most_memory or 0
@@ -216,18 +216,19 @@ def memory_parts(ranks: Iterable[RankState]) -> tuple[MemoryPart, ...]:
     by_rank = {r.rank: r.bytes_by_part(most=True) for r in ranks}
     names = dict.fromkeys(name for parts in by_rank.values() for name in parts)
     return tuple(
-        MemoryPart(name, *largest({r: p.get(name, 0) for r, p in by_rank.items()}))
+        MemoryPart(name, *find_largest({r: p.get(name, 0) for r, p in by_rank.items()}))
         for name in names
     )
 
 
-def largest(sizes: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+def find_largest(sizes: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    """Return the largest size, and the ranks whose size is within one percent of it."""
     most = max(sizes.values(), default=0)
     return most, tuple(rank for rank, size in sizes.items() if size and size >= 0.99 * most)
 
 
 def gpu_cards(state: RunState) -> tuple[Card, ...]:
-    """Return the GPUs that ranks use on this host; all of them if it is unknown which."""
+    """Return the GPUs of this host that ranks use, or all GPUs if the used ones are unknown."""
     if any(rank.node for rank in state.ranks):
         return ()
     used = {rank.usage.gpu for rank in state.ranks if rank.usage.gpu is not None}
@@ -242,21 +243,24 @@ def gpu_cards(state: RunState) -> tuple[Card, ...]:
 
 
 def text(summary: Summary) -> str:
-    """Return the summary as lines."""
+    """Return the summary as lines of text."""
     lines = [f"{summary.name[:200]}: {summary.status} · {_facts(summary)}"]
     return "\n".join([*lines, *(f"  {label:<9} {content}" for label, content in rows(summary))])
 
 
 def html(summary: Summary) -> str:
-    """Draw the summary; an untrusted notebook still shows all of it."""
+    """Draw the summary as HTML that an untrusted notebook shows, too."""
     drawn = [
-        (label, Cell(cut(content, 600), "font-weight:600" if label == "failed" else ""))
+        (
+            label,
+            Cell(escape_shortened(content, 600), "font-weight:600" if label == "failed" else ""),
+        )
         for label, content in rows(summary)
     ]
     wrapped = f"{LEFT};vertical-align:top;white-space:normal;overflow-wrap:anywhere"
     label_style = f"{LEFT};vertical-align:top;{theme.SOFT}"
-    return framed(
-        f"<div>{theme.sign(summary.status)}&ensp;<b>{cut(summary.name, 120)}</b>&ensp;"
+    return draw_frame(
+        f"<div>{theme.sign(summary.status)}&ensp;<b>{escape_shortened(summary.name, 120)}</b>&ensp;"
         f'<b style="font-weight:600">{escape(summary.status)}</b>&ensp;'
         f'<span style="{theme.SOFT}">{escape(_facts(summary))}</span></div>'
         f"{html_table(drawn, [label_style, wrapped])}"
@@ -264,7 +268,7 @@ def html(summary: Summary) -> str:
 
 
 def rows(s: Summary) -> Iterator[tuple[str, str]]:
-    """Yield each line of the summary as (label, text); one without a label goes on the last."""
+    """Yield each line of the summary as (label, text). One without a label continues the last."""
     if s.error:
         yield "failed", s.error
     elif s.message:
@@ -286,8 +290,8 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
     names = sorted(s.metrics, key=metric_order)
     metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:
-        more = [f"{len(metrics) - METRICS} more"] if len(metrics) > METRICS else []
-        yield "metrics", " · ".join([*metrics[:METRICS], *more])
+        more = [f"{len(metrics) - MAX_LISTED} more"] if len(metrics) > MAX_LISTED else []
+        yield "metrics", " · ".join([*metrics[:MAX_LISTED], *more])
     if s.memory_bytes:
         most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
         yield "memory", ", ".join(filter(None, most))
@@ -300,7 +304,7 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _gpus(s: Summary) -> Iterator[tuple[str, str]]:
-    """Yield how much memory each GPU held before and after the run; equal GPUs share a line."""
+    """Yield how much memory each GPU held before and after the run. Equal GPUs share a line."""
     same: dict[str, list[int]] = {}
     for card in s.cards:
         sizes = (card.bytes_before, card.bytes_after)

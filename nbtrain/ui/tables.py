@@ -1,7 +1,7 @@
 """Draws tables as lines of text and as HTML. Pure.
 
-A row that has fewer cells than the table has columns ends in a cell that takes the rest: an error
-in place of numbers, a remark below a row.
+In a row with fewer cells than the table has columns, the last cell spans the rest: an error in
+place of numbers, or a remark below a row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _TABLE = (
 
 
 class Cell(NamedTuple):
-    """A cell that is HTML already; a cell that is a string is escaped."""
+    """A cell of HTML. A cell that is a string is escaped."""
 
     html: str
     style: str = ""
 
 
 def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Return a line for each row; `align` has ``<`` or ``>`` for each column."""
+    """Return a line for each row. `align` has ``<`` or ``>`` for each column."""
     full = [row for row in rows if len(row) == len(align)]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     lines = []
@@ -48,9 +48,9 @@ def html_table(
     head: bool = False,
     is_wide: bool = False,
 ) -> str:
-    """Draw rows; `styles` is the CSS of each column, with `head` the first row holds headings.
+    """Draw rows. `styles` is the CSS of each column; with `head`, the first row has the headings.
 
-    Every style is inline and set against Jupyter's own: an untrusted notebook drops style sheets.
+    Every style is inline, since an untrusted notebook drops style sheets, and overrides Jupyter's.
     """
     drawn = [_row(row, styles, "th" if head and not i else "td") for i, row in enumerate(rows)]
     top = f"<thead>{drawn.pop(0)}</thead>" if head else ""
@@ -68,7 +68,7 @@ def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
         more = f"{heading};{own}".rstrip(";")
         rest = span if number == len(row) else ""
         scope = ' scope="col"' if heading and html else ""
-        kind = tag if html else "td"  # a heading without a text names nothing
+        kind = tag if html else "td"  # a heading without text would be read as an empty one
         look = f"padding:2px 10px 2px 0;border:0;border-bottom:{border};{style}{more}"
         cells.append(f'<{kind}{scope}{rest} style="{look}">{html}</{kind}>')
     return f'<tr style="background:none;border:0">{"".join(cells)}</tr>'

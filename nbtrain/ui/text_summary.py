@@ -1,4 +1,4 @@
-"""Draws a run as lines of text, for terminals, headless jobs and a display's text form. Pure."""
+"""Draws a run as lines of text: for terminals, headless jobs and a display's text form. Pure."""
 
 from __future__ import annotations
 
@@ -7,50 +7,49 @@ from collections.abc import Sequence
 
 from ..hangs import verdict
 from ..system.text import format_number
-from ..tracking.curves import RATES, Series
+from ..tracking.curves import RATES
 from ..tracking.overview import stragglers
 from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState
-from . import outcomes, rank_texts, run_texts
+from . import rank_texts, run_texts
 from .eta import fraction
+from .limits import MAX_RANK_ROWS
 
-_WIDTH = 20
-_ROWS = 16
-_RESULT = 2000
-_TICKS = "▁▂▃▄▅▆▇█"
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def summary(state: RunState, now: float) -> str:
-    """Return the whole run in a few lines, its notes first."""
-    state = rank_texts.with_badges(stragglers.mark_slow_ranks(state))
+    """Return the whole run in a few lines, its warnings first."""
+    state = rank_texts.mark_late_ranks(stragglers.mark_slow_ranks(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.full_title[:200]}: {state.outcome} · {run_texts.facts(state, now)}"
-    returned = [f"  {each.arrow}{each.text[:_RESULT]}" for each in outcomes.results(state)]
-    returned += [f"  {line}" for line in outcomes.artifact_lines(state)]
-    message = [f"  {state.explanation[:_RESULT]}"] if state.message else []
+    returned = [f"  {each.arrow}{each.text[:2000]}" for each in run_texts.results(state)]
+    returned += [f"  {line}" for line in run_texts.artifact_lines(state)]
+    message = [f"  {state.explanation[:2000]}"] if state.message else []
     rows = [*_ranks(state), *_curve(state), *returned, *message]
     hang = [f"  ⚠ {run_texts.hang(state)}"] if state.hang else []
     return "\n".join([*run_texts.notes(state), head, *hang, *rows])
 
 
 def _ranks(state: RunState) -> list[str]:
-    if state.world_size <= _ROWS:
+    if state.world_size <= MAX_RANK_ROWS:
         return [rank_line(rank, state) for rank in state.ranks]
     spread = [f"  {name}: {values}" for name, values in rank_texts.spread(state)]
-    named = rank_texts.outliers(state, _ROWS // 2)
+    named = rank_texts.outliers(state, MAX_RANK_ROWS // 2)
     rows = [rank_line(r, state) + (f"  ({reason})" if reason else "") for r, reason in named]
     return [f"  {rank_texts.statuses(state.ranks)}", *spread, *rows]
 
 
 def rank_line(rank: RankState, state: RunState) -> str:
-    """Return one rank's line: status, bar, metrics, error."""
+    """Return the line of a rank: status, bar, metrics, error."""
     place = f" on {rank.node}" if rank.node else ""
     parts = [f"  rank {rank.rank}{place}: {rank_texts.badge(rank):<8}"]
     if rank.bar is not None:
         share = fraction(rank)
         if share is not None:
-            done = round(share * _WIDTH)
-            parts.append(f"{'█' * done}{'·' * (_WIDTH - done)} {int(100 * share):3} %")
+            width = 20
+            done = round(share * width)
+            parts.append(f"{'█' * done}{'·' * (width - done)} {int(100 * share):3} %")
         parts.append(rank_texts.position(rank))
     if rank.metrics:
         step = "" if rank.step is None else f"step {rank.step}: "
@@ -58,13 +57,13 @@ def rank_line(rank: RankState, state: RunState) -> str:
     if rank.loss is not None and "loss" not in rank.metrics:
         parts.append(f"loss {format_number(rank.loss)}")
     if rank.compiled is not None:
-        parts.append(f"compiled {rank_texts.compiled(rank)}")
+        parts.append(f"compiled {rank_texts.compilations(rank)}")
     parts.append(verdict.describe_trouble(rank, state))
     return "  ".join(filter(None, parts)).rstrip()
 
 
 def _curve(state: RunState) -> list[str]:
-    """Return the main metric as a line of ticks: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``."""
+    """Return the main metric as a line of bars: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``."""
     curves = state.curves.all
     name = main_metric(n for n in curves if n not in RATES)
     if name is None or len(curves[name].band) < 3:
@@ -72,22 +71,21 @@ def _curve(state: RunState) -> list[str]:
     series = curves[name]
     first = format_number(series.band[0].mean)
     last = format_number(math.nan if series.last is None else series.last)
-    return [f"  {name} {sparkline(series)} {first} → {last}"]
+    bars = sparkline([b.mean for b in series.thin(24)], 24)
+    return [f"  {name} {bars} {first} → {last}"]
 
 
-def sparkline(series: Series, width: int = 24) -> str:
-    """Return a curve as a line of ticks; by its logarithm where it spans decades."""
-    return ticks([b.mean for b in series.thin(width)], width)
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as a line of bars, evenly chosen if there are more than `width`.
 
-
-def ticks(values: Sequence[float], width: int) -> str:
-    """Return values as ticks, some of them where there are more than fit; none of fewer than 3."""
+    Values that span decades are drawn by their logarithm. Fewer than three give an empty line.
+    """
     means = list(values[:: -(-len(values) // width) or 1])
     if len(means) < 3:
         return ""
     if min(means) > 0 and max(means) / min(means) > 300:
         means = [math.log(mean) for mean in means]
-    means = [mean / 2 for mean in means]  # the span of any two floats is a float then
+    means = [mean / 2 for mean in means]  # so that no difference of two floats overflows
     low, high = min(means), max(means)
-    per = (len(_TICKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_TICKS[min(7, max(0, round((mean - low) * per)))] for mean in means)
+    per = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[min(7, max(0, round((mean - low) * per)))] for mean in means)

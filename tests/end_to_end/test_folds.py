@@ -259,7 +259,7 @@ def test_attempts_are_no_epochs(
 ) -> None:
     run = launch(trains)
     assert [(row.training, row.epoch) for row in run.state.ranks[0].epochs] == epochs
-    assert eta.of_run(run.state) == 1.0
+    assert eta.run_fraction(run.state) == 1.0
 
 
 @pytest.mark.parametrize(("rounds", "most"), [(1, 6), (10, 12)])
@@ -277,5 +277,5 @@ def test_a_run_that_stops_at_its_last_step_is_done(rounds: int, most: int) -> No
                     return
 
     run = launch(train)
-    assert eta.of_run(run.state) == 1.0
+    assert eta.run_fraction(run.state) == 1.0
     assert "% done" not in re.sub("<[^>]*>", " ", run._repr_html_())

@@ -13,7 +13,8 @@ from nbtrain.tracking import limits
 from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import ProgressBar, RankState, RunState
-from nbtrain.ui import eta, outcomes, rank_texts, run_texts, text_summary
+from nbtrain.ui import eta, rank_texts, run_texts, text_summary
+from nbtrain.ui import limits as ui_limits
 from nbtrain.ui.board import board, header, log_panel, theme
 from tests.support.runs import picture
 
@@ -156,10 +157,10 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
 def test_equal_results_and_logs_are_folded() -> None:
     ended = [ev.Ended(1, r, result="{'accuracy': 0.9}") for r in range(2)]
     state = fold(picture(), [*ended, *(ev.Output(1, r, ("same",)) for r in range(2))])
-    assert outcomes.results(state) == [("all ranks", "{'accuracy': 0.9}")]
-    assert log_panel.merged(state, 8) == [("all ranks", "same")]
+    assert run_texts.results(state) == [("all ranks", "{'accuracy': 0.9}")]
+    assert log_panel.merge_last_lines(state, 8) == [("all ranks", "same")]
     nothing = fold(picture(), [ev.Ended(1, r, result="None") for r in range(2)])
-    assert outcomes.results(nothing) == []
+    assert run_texts.results(nothing) == []
 
 
 def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
@@ -212,7 +213,7 @@ def test_the_time_left_is_that_of_all_epochs_with_and_without_a_bar() -> None:
         ev.Progress(5.0, 1, bar=1, n=4, total=8, elapsed=0.3),
     ]
     looped, drawn = fold(picture(), events).ranks[:2]
-    assert rank_texts.left(looped) == rank_texts.left(drawn) == "8.3 s"
+    assert rank_texts.time_left(looped) == rank_texts.time_left(drawn) == "8.3 s"
 
 
 def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
@@ -271,7 +272,7 @@ def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
     assert seen is not None
     assert seen.step_rate == pytest.approx(10)
     assert seen.sample_rate == pytest.approx(80)
-    assert rank_texts.waiting(fold(picture(), events).ranks[0]) == "50 %"
+    assert rank_texts.waiting_share(fold(picture(), events).ranks[0]) == "50 %"
     faster = [trained(steps=590 + 20 * i, elapsed=59 + i, waited=29.5) for i in range(1, 60)]
     anew = fold(fold(picture(), events), [trained(steps=1, elapsed=0.5, loss=0.5)]).ranks[0]
     assert (anew.loss, anew.progress and anew.progress.step_rate) == (0.5, seen.step_rate)
@@ -322,12 +323,12 @@ def test_devices_and_memory_are_worded() -> None:
 
 
 def test_beyond_the_results_that_are_shown_there_is_only_their_number() -> None:
-    count = outcomes.RESULTS + 5
+    count = ui_limits.MAX_RESULTS + 5
     state = RunState("t", "fork", tuple(RankState(r, result=str(r)) for r in range(count)), 0.0)
     lines, drawn = text_summary.summary(state, 1.0).splitlines(), board.render(state, 1.0)
     assert {"  rank 31 → 31", "  5 more results"} <= set(lines)
     assert ">5 more results<" in drawn
-    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == outcomes.RESULTS
+    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == ui_limits.MAX_RESULTS
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:
@@ -352,12 +353,12 @@ def test_a_loop_without_a_bar_tells_what_is_left_of_its_epoch() -> None:
         for t in (1, 9)
     ]
     state = fold(picture(), [ev.Started(100.0, 0, 1), *told])
-    assert eta.remaining(state, 109.0) == "about 90 s left in epoch 3"
-    assert eta.remaining(state, 129.0) == "about 70 s left in epoch 3"
+    assert eta.time_left(state, 109.0) == "about 90 s left in epoch 3"
+    assert eta.time_left(state, 129.0) == "about 70 s left in epoch 3"
     assert ">left</th>" not in board.render(state, 109.0)
     unknown = fold(state, [ev.TrainingUpdate(110.0, 0, 10, 10, 0.0, epoch=3, batch=100)])
-    assert eta.remaining(unknown, 110.0) == ""
-    assert eta.remaining(fold(state, [ev.Finished(110.0, -1, "succeeded")]), 110.0) == ""
+    assert eta.time_left(unknown, 110.0) == ""
+    assert eta.time_left(fold(state, [ev.Finished(110.0, -1, "succeeded")]), 110.0) == ""
 
 
 def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
@@ -371,7 +372,7 @@ def test_metrics_of_a_rank_are_bounded_and_it_says_so() -> None:
 
 
 def told(state: RunState) -> list[str]:
-    page, lines = board.render(state, 200.0), outcomes.artifact_lines(state)
+    page, lines = board.render(state, 200.0), run_texts.artifact_lines(state)
     assert all(line in page and line in text_summary.summary(state, 200.0) for line in lines)
     return lines
 

@@ -39,7 +39,10 @@ def test_a_line_that_all_ranks_print_is_there_once(
     lines = [f"{prefix.format(r)}loading;{prefix.format(r)}ready" for r in range(4)]
     state = run_of(*lines)
     assert printed(capsys, state, state) == ["[ranks 0–3] loading", "[ranks 0–3] ready"]
-    assert log_panel.merged(state, 9) == [("all ranks", "loading"), ("all ranks", "ready")]
+    assert log_panel.merge_last_lines(state, 9) == [
+        ("all ranks", "loading"),
+        ("all ranks", "ready"),
+    ]
 
 
 def test_steps_that_are_counted_in_brackets_stay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState, RunState
-from nbtrain.ui import outcomes
+from nbtrain.ui import run_texts
 from nbtrain.ui.board import board
 from nbtrain.ui.summary import summary
 from tests.support.kernel import Notebook
@@ -306,5 +306,5 @@ def test_only_equal_results_share_a_row(result: str, rows: list[str]) -> None:
         return eval(result, {"rank": int(os.environ["RANK"]), "torch": torch})
 
     run = launch(task, n=3)
-    assert [row.ranks for row in outcomes.results(run.state)] == rows
-    assert [row.ranks for row in outcomes.results(nbtrain.Run.open(run.folder).state)] == rows
+    assert [row.ranks for row in run_texts.results(run.state)] == rows
+    assert [row.ranks for row in run_texts.results(nbtrain.Run.open(run.folder).state)] == rows

@@ -15,7 +15,7 @@ from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
-from ...ui import outcomes, rank_texts, run_texts
+from ...ui import rank_texts, run_texts
 from ...ui.board import header
 
 _MAX_LINE_CHARS = 500
@@ -73,7 +73,7 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
         why = next(iter(state.notes), state.flaw)
     elif state.status == "succeeded":
         numbers = rank_texts.metrics(state.ranks[0])
-        why = numbers or "; ".join(map(str, outcomes.results(state))) or "no metrics"
+        why = numbers or "; ".join(map(str, run_texts.results(state))) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
     lines = (why, run_texts.facts(state, now), place)
     return header.sentence(state, now), "\n".join(shorten(line, _MAX_LINE_CHARS) for line in lines)

@@ -77,7 +77,7 @@ class ScalingReport:
     def svg(self) -> str:
         """The curve: the speed-up against the ranks, with the spread of the repeats."""
         base, last = self.rows[0]["ranks"], self.rows[-1]["ranks"]
-        axis = axes.of_values(0.0, max(last / base, *(row["high"] for row in self.rows)), 4)
+        axis = axes.value_scale(0.0, max(last / base, *(row["high"] for row in self.rows)), 4)
 
         def x(ranks: float) -> str:
             return f"{_LEFT_PX + (WIDTH_PX - _LEFT_PX - 12) * ranks / last:.1f}"

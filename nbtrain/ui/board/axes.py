@@ -1,4 +1,4 @@
-"""Computes axes with few, round ticks, and limits that stay while a curve grows. Pure."""
+"""Computes axes with few, round ticks and limits that seldom change while a curve grows. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LOG_DECADES = 2.5
-"""Decades from which positive values get a logarithmic axis."""
-
-_HUGE = 1e300
+from .layout import MAX_AXIS_VALUE
 
 
 @dataclass(frozen=True)
@@ -22,84 +19,91 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1."""
+        """Return the place of a value, from 0 at the low end to 1 at the high end."""
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             at = (math.log10(max(value, self.low)) - low) / (high - low)
         else:
-            at = (max(-_HUGE, min(_HUGE, value)) - self.low) / (self.high - self.low)
+            value = max(-MAX_AXIS_VALUE, min(MAX_AXIS_VALUE, value))
+            at = (value - self.low) / (self.high - self.low)
         return min(1.0, max(0.0, at))
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return tuple(label(tick) for tick in self.ticks)
+        return tuple(format_tick(tick) for tick in self.ticks)
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Return whether values are positive and so far apart that they need a logarithmic axis."""
-    low, high = min(values), min(_HUGE, max(values))
-    return low > 0 and math.log10(high) - math.log10(low) > LOG_DECADES
+    """Return whether values are positive and span 2.5 decades, so need a logarithmic axis."""
+    low, high = min(values), min(MAX_AXIS_VALUE, max(values))
+    return low > 0 and math.log10(high) - math.log10(low) > 2.5
 
 
-def of_values(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
-    """Return the axis for values from `low` to `high`."""
-    low, high = max(-_HUGE, low), min(_HUGE, high)
+def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
+    """Return an axis that contains `low` and `high`, with about `intervals` ticks."""
+    low, high = max(-MAX_AXIS_VALUE, low), min(MAX_AXIS_VALUE, high)
     if log and 0 < low < high:
-        return _logarithmic(max(1 / _HUGE, low), max(10 / _HUGE, high), intervals)
-    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / _HUGE:
+        return _log_scale(max(1 / MAX_AXIS_VALUE, low), max(10 / MAX_AXIS_VALUE, high), intervals)
+    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / MAX_AXIS_VALUE:
         low, high = min(0.0, low), max(0.0, high)
-        high = high if high - low > 1 / _HUGE else 1.0
+        high = high if high - low > 1 / MAX_AXIS_VALUE else 1.0
     elif 0 <= low < 0.4 * high:
         low = 0.0
-    step = _round((high - low) / intervals, _STEPS)
+    step = _round_step((high - low) / intervals)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(_exact(i * step) for i in range(first, last + 1))
+    ticks = tuple(_round_off(i * step) for i in range(first, last + 1))
     return Scale(ticks[0], ticks[-1], ticks)
 
 
-def of_steps(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
-    """Return the axis for steps, with room to grow until the run is over, so it changes seldom."""
-    first, last = max(-_HUGE, first), min(_HUGE, last)
+def step_scale(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
+    """Return an axis of steps. Until the run ends, it has room to grow, so it changes seldom."""
+    first, last = max(-MAX_AXIS_VALUE, first), min(MAX_AXIS_VALUE, last)
     if 0 <= first <= 0.2 * last:
         first = 0.0
     if last <= first:
         last = first + max(1.0, abs(first) * 1e-9)
-    high = last if is_over else first + max(10.0, _round(last - first))
-    step = max(1.0, _round((high - first) / intervals, _STEPS))
+    high = last if is_over else first + max(10.0, _round_limit(last - first))
+    step = max(1.0, _round_step((high - first) / intervals))
     step = 5.0 if step == 2.5 else step  # steps are whole
     low = math.ceil(first / step - 1e-9)
-    ticks = tuple(_exact(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
+    ticks = tuple(_round_off(i * step) for i in range(low, math.floor(high / step + 1e-9) + 1))
     return Scale(first, high, ticks[: 2 * intervals + 2])
 
 
-def _logarithmic(low: float, high: float, intervals: int) -> Scale:
-    low, high = _down(low), 1 / _down(1 / high)
+def _log_scale(low: float, high: float, intervals: int) -> Scale:
+    low, high = _round_down(low), 1 / _round_down(1 / high)
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / intervals))
     return Scale(low, high, tuple(10.0**e for e in range(first, last + 1, every)), log=True)
 
 
-def _down(value: float) -> float:
-    """Return the next of 1, 2, 5 · 10ⁿ below."""
+def _round_down(value: float) -> float:
+    """Return the largest of 1, 2 or 5 · 10ⁿ that is not above a value."""
     power = 10.0 ** math.floor(math.log10(value))
     return max(f * power for f in (0.5, 1, 2, 5) if f * power <= value * (1 + 1e-9))
 
 
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_LIMITS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+def _round_step(span: float) -> float:
+    """Return the smallest distance of ticks, 1, 2, 2.5 or 5 · 10ⁿ, that is at least `span`."""
+    return _round_up(span, (1.0, 2.0, 2.5, 5.0, 10.0))
 
 
-def _round(span: float, choices: Sequence[float] = _LIMITS) -> float:
-    """Return the next of `choices` · 10ⁿ above."""
+def _round_limit(span: float) -> float:
+    """Return the smallest limit of an axis that is at least `span`, of choices close together."""
+    return _round_up(span, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0))
+
+
+def _round_up(span: float, choices: Sequence[float]) -> float:
+    """Return the smallest of `choices` · 10ⁿ that is at least `span`."""
     power = 10.0 ** math.floor(math.log10(span))
     return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
 
 
-def _exact(value: float) -> float:
+def _round_off(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def label(value: float) -> str:
+def format_tick(value: float) -> str:
     """Return a short label for a tick: 0, 0.25, 1500, 20k, 3M, 1e-5."""
     size = abs(value)
     for limit, per, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):

@@ -1,4 +1,4 @@
-"""Draws the table of epochs: losses, metrics, time, and the best one. Pure."""
+"""Draws the table of epochs: losses, metrics and time, with the best epoch marked. Pure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from ...system.text import format_duration, format_number, plural, shorten
 from ...tracking.overview.epochs import Epoch, EpochTable, epoch_table
 from ...tracking.state import RunState
+from .. import limits
 from ..tables import LEFT, RIGHT, Cell, html_table
 from . import theme
 
-LIVE, SHOWN, MOST = 5, 10, 100
-"""Epochs that are shown while the run goes on, and of one that is over; more can be unfolded."""
-
 
 def draw(state: RunState) -> str:
-    """Draw the last epochs and the best one; empty before the first is over."""
+    """Draw the last epochs and the best one; empty before the first has ended."""
     table = epoch_table(state)
     if not table.rows:
         return ""
-    last = table.rows[-(SHOWN if state.is_over else LIVE) :]
+    board = limits.FINAL_BOARD if state.is_over else limits.LIVE_BOARD
+    last = table.rows[-board.epochs :]
     best = [row for row in table.rows if row.is_best and row not in last]
     drawn = _table([*best, *last], table)
     left_out = len(table.rows) - len(last)
     if left_out and state.is_over:
         title = f"All {plural(len(table.rows), 'epoch')}"
-        title += f", the last {MOST}" if len(table.rows) > MOST else ""
-        drawn += theme.folded(title, _table(table.rows[-MOST:], table))
+        most = 100
+        title += f", the last {most}" if len(table.rows) > most else ""
+        drawn += theme.draw_folded(title, _table(table.rows[-most:], table))
     region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="epochs"'
     return f"<div {region}>{drawn}</div>"
 

@@ -1,7 +1,6 @@
 """Draws the top of the board: the status, the progress, the time left and key figures. Pure.
 
-What is not known is drawn as not known: where a loop does not say how many epochs it will run, the
-bar has an open end, and there is no percentage of the run.
+If the number of epochs of a loop is unknown, the bar has an open end and the run has no percentage.
 """
 
 from __future__ import annotations
@@ -27,35 +26,29 @@ from ...system.text import (
 from ...tracking.curves import RATES, Bin, Series, smooth
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
-from .. import eta, outcomes, rank_texts, run_texts
-from .. import next_step as steps
+from .. import eta, rank_texts, run_texts
 from . import canvas, theme
-
-TREND = 0.02
-"""The share of a loss by which it must change to fall or rise."""
-
-ENOUGH = 4
-"""Values of which a mean has an error that is worth something."""
+from .layout import CANVAS
 
 
 class Figure(NamedTuple):
-    """A key figure: what it is, its value, and remarks, of which the first is the shortest."""
+    """A key figure: its name, its value, and remarks, the shortest one first."""
 
     name: str
     value: str
     remarks: tuple[str, ...] = ()
 
 
-def draw(state: RunState, now: float, late: tuple[int, int] | None = None) -> str:
-    """Draw the one progress bar, what is wrong, and the key figures.
+def draw(state: RunState, now: float, late_steps: tuple[int, int] | None = None) -> str:
+    """Draw the progress bar of the run, its problem, and the key figures.
 
-    `late`: the steps from which to which a slow rank waited for its data.
+    `late_steps` are the first and the last step for which only a slow rank waited for its data.
     """
-    return f"{_bar(state)}{_trouble(state, late)}{_figures(state, now)}"
+    return f"{_draw_bar(state)}{_draw_problem(state, late_steps)}{_draw_figures(state, now)}"
 
 
 def status(state: RunState) -> str:
-    """Return the run's state in a word, or in a few: a run that hangs is 'stuck'."""
+    """Return the run's status in a few words. A run that hangs is 'stuck'."""
     if run_texts.is_stuck(state):
         return "stuck"
     if state.status == "starting" and state.attempt > 1:
@@ -66,28 +59,28 @@ def status(state: RunState) -> str:
     return state.outcome
 
 
-def look(state: RunState) -> str:
-    """Return how the status is drawn, by `theme.STATUS`: 'flawed' where the result is wrong."""
+def style_name(state: RunState) -> str:
+    """Return the key of the status in `theme.STATUS`: 'flawed' if the result may be wrong."""
     is_flawed = state.status == "succeeded" and bool(state.flaw)
     return "flawed" if is_flawed else status(state)
 
 
 def sentence(state: RunState, now: float) -> str:
-    """Say how the run is in a sentence, as a screen reader reads it now and then."""
-    done, left = eta.of_run(state), eta.remaining(state, now)
+    """Return the status and the progress of the run in a sentence, for a screen reader."""
+    done, left = eta.run_fraction(state), eta.time_left(state, now)
     parts = [f"{state.title} {status(state)}"]
     if run_texts.is_stuck(state):
-        parts = [f"{state.title} has been stuck for {theme.clock(eta.stuck_for(state, now))}"]
+        parts = [f"{state.title} has been stuck for {theme.clock(eta.stuck_seconds(state, now))}"]
     elif not state.is_over:
         parts += [f"{100 * done:.0f} percent done"] if done is not None else []
         parts += [left] if left and status(state) != "failing" else []
-        loss = _loss(state)
+        loss = _loss_figure(state)
         parts += [f"loss {loss.value}"] if loss is not None else []
     return ", ".join(parts)
 
 
 def title(state: RunState, now: float) -> str:
-    """Draw how the run is, its name, and what it runs on."""
+    """Draw the status of the run, its name, and what it runs on."""
     failed = state.status == "failed" and verdict.find_culprit(state) is not None
     is_below = _is_restarted(state) or failed or _has_own_card(state)
     message = "" if is_below else state.message
@@ -114,11 +107,11 @@ def title(state: RunState, now: float) -> str:
 
 
 def headline(state: RunState, now: float) -> tuple[str, str]:
-    """Return how a run is drawn, by `theme.STATUS`, and how it is in a few words."""
+    """Return the key of the status in `theme.STATUS`, and the status in a few words."""
     slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
-    word, text = look(state), status(state)
+    word, text = style_name(state), status(state)
     if word == "stuck":
-        text = f"stuck for {theme.clock(eta.stuck_for(state, now))}"
+        text = f"stuck for {theme.clock(eta.stuck_seconds(state, now))}"
     elif word == "running" and slow:
         word, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
     elif word == "running":
@@ -127,7 +120,7 @@ def headline(state: RunState, now: float) -> tuple[str, str]:
 
 
 def phases(state: RunState, now: float) -> str:
-    """Say what a run does before its first step, and for how long; empty once it trains."""
+    """Return what a run does before its first step, and for how long; empty after that step."""
     ranks = [rank for rank in state.ranks if not rank.is_over]
     waiting = state.status in ("starting", "running") and not state.message
     if not waiting or not ranks or any(_has_moved(rank) for rank in state.ranks):
@@ -137,11 +130,11 @@ def phases(state: RunState, now: float) -> str:
     if len(began) < len(ranks):
         count = f" {len(began)}/{size}" if size > 1 else ""
         return f"starting the ranks{count} · {run_texts.whole_seconds(state.elapsed(now))}"
-    return " › ".join(_start(state, now))
+    return " › ".join(_list_phases(state, now))
 
 
-def _start(state: RunState, now: float) -> list[str]:
-    """Return what ranks have done before their first step, each with its seconds."""
+def _list_phases(state: RunState, now: float) -> list[str]:
+    """Return the phases of the foremost rank before its first step, each with its seconds."""
     rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
     known = [("", rank.started or now), *rank.phases]
     if rank.progress is not None and not rank.phase:
@@ -149,13 +142,13 @@ def _start(state: RunState, now: float) -> list[str]:
     parts = []
     for (name, begin), (_, end) in zip(known, [*known[1:], ("", now)], strict=True):
         if end is now or end - begin >= 1:
-            text = _of_phase(name, state) if end is now else name or "your code"
+            text = _describe_phase(name, state) if end is now else name or "your code"
             parts.append(f"{text} · {run_texts.whole_seconds(max(0.0, end - begin))}")
     return parts
 
 
-def _of_phase(name: str, state: RunState) -> str:
-    """Return what ranks do now, in words."""
+def _describe_phase(name: str, state: RunState) -> str:
+    """Return the present phase of ranks in words."""
     if name != "joining":
         return name or "your code, before the first step"
     size, joined = state.world_size, sum(rank.phase == name for rank in state.ranks)
@@ -163,7 +156,7 @@ def _of_phase(name: str, state: RunState) -> str:
 
 
 def _phase(state: RunState) -> str:
-    """Return the phase before the first step, for the headline; empty where none is known."""
+    """Return the phase before the first step, for the headline; empty if it is unknown."""
     if any(_has_moved(rank) for rank in state.ranks):
         return ""
     phases = [rank.phase for rank in state.ranks if rank.phase]
@@ -178,48 +171,45 @@ def _has_moved(rank: RankState) -> bool:
     return bool(rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps))
 
 
-def _trouble(state: RunState, late: tuple[int, int] | None) -> str:
-    """Draw what is wrong, once, and what to do: a failure, a hang, a slow rank."""
+def _draw_problem(state: RunState, late_steps: tuple[int, int] | None) -> str:
+    """Draw the problem of a run and what to do about it: a failure, a hang, a slow rank."""
     culprit = verdict.find_culprit(state)
     if culprit is not None:
-        return card(theme.BAD, _failure(culprit, state))
+        return card(theme.BAD, _draw_failure(culprit, state))
     text = trouble(state)
     if not text:
         return ""
-    text = f"{text} (steps {late[0]:,}–{late[1]:,})" if late is not None else text
+    if late_steps is not None:
+        text = f"{text} (steps {late_steps[0]:,}–{late_steps[1]:,})"
     tones = theme.STUCK if run_texts.is_stuck(state) else theme.WARN
     tones = theme.tones(state.status) if _has_own_card(state) else tones
     advice = "" if _is_restarted(state) else next_step(state)
-    text = theme.coded(shorten(text, 1000))
+    text = theme.format_code(shorten(text, 1000))
     return card(tones, f'<span style="font-weight:600">{text}</span>{advice}')
 
 
 def trouble(state: RunState) -> str:
-    """Return what is wrong with a run as a whole, in a sentence; "" where it is well."""
+    """Return the problem of a run as a whole, in a sentence; "" without one."""
     if _is_restarted(state):
         return f"attempt {state.attempt - 1} ended: {state.message}"
-    return _reason(state) if _has_own_card(state) else run_texts.hang(state)
+    if not _has_own_card(state):
+        return run_texts.hang(state)
+    # The last sentence of the message after a timeout is the advice, which is drawn apart.
+    return verdict.describe_timeout(state) if state.status == "timed out" else state.message
 
 
 def _has_own_card(state: RunState) -> bool:
-    """Whether a run ended badly, and no rank is to blame."""
+    """Return whether a run ended badly though no rank caused that."""
     is_bad = state.status in ("failed", "lost", "timed out")
     return is_bad and bool(state.message) and verdict.find_culprit(state) is None
 
 
-def _reason(state: RunState) -> str:
-    """Return why a run ended badly, without the advice that its last sentence is."""
-    if state.status == "timed out":
-        return verdict.describe_timeout(state)
-    return state.message
-
-
 def _is_restarted(state: RunState) -> bool:
-    """Whether the run's message is why it began again."""
+    """Return whether the run's message is the reason why it was restarted."""
     return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
 
 
-def _failure(rank: RankState, state: RunState) -> str:
+def _draw_failure(rank: RankState, state: RunState) -> str:
     """Draw a failure: rank and line, the exception, what to change, and the other ranks."""
     line = verdict.describe_rank_failure(rank, state)
     place = verdict.line_of_failure(rank)
@@ -227,7 +217,9 @@ def _failure(rank: RankState, state: RunState) -> str:
     seen = (each.text for each in rank.evidence if not line.startswith(each.text))
     rows = "".join(f"<div>{escape(shorten(t, 600))}</div>" for t in dict.fromkeys(seen))
     others = [r for r in state.ranks if r is not rank]
-    rest = f'<div style="{theme.SOFT}">{escape(_endings(others, state))}</div>' if others else ""
+    rest = (
+        f'<div style="{theme.SOFT}">{escape(_list_endings(others, state))}</div>' if others else ""
+    )
     text = escape(shorten(line, 1200))
     code = (
         f'<div style="{theme.MONO};margin:2px 0;white-space:pre-wrap;overflow-wrap:anywhere;'
@@ -237,12 +229,14 @@ def _failure(rank: RankState, state: RunState) -> str:
 
 
 def next_step(state: RunState) -> str:
-    """Draw what to do next; empty where a run is well."""
-    text = steps.next_step(state)
-    return f'<div style="margin-top:4px"><b>Next:</b> {theme.coded(text)}</div>' if text else ""
+    """Draw what to do next; empty if the run has no problem."""
+    text = run_texts.next_step(state)
+    return (
+        f'<div style="margin-top:4px"><b>Next:</b> {theme.format_code(text)}</div>' if text else ""
+    )
 
 
-def _endings(others: list[RankState], state: RunState) -> str:
+def _list_endings(others: list[RankState], state: RunState) -> str:
     groups: dict[str, list[int]] = {}
     for rank in others:
         echo = verdict.is_secondary(rank, state)
@@ -259,12 +253,13 @@ def card(tones: theme.Tones, inner: str) -> str:
     )
 
 
-def _bar(state: RunState) -> str:
-    """Draw the one bar of the run, a piece for each epoch; open where their number is unknown."""
-    done, fill = eta.of_run(state), theme.tones(look(state)).colour
+def _draw_bar(state: RunState) -> str:
+    """Draw the bar of the run, with a piece for each epoch; its end is open if that is unknown."""
+    done, fill = eta.run_fraction(state), theme.tones(style_name(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
-    epochs, tail = eta.epochs(state), ""
-    pieces = epochs if 1 < epochs <= _PIECES else 1
+    epochs, tail = eta.total_epochs(state), ""
+    most = 60
+    pieces = epochs if 1 < epochs <= most else 1
     full = (done or 0.0) * pieces
     if done is not None:
         value = f'aria-valuenow="{100 * done:.1f}" aria-valuetext="{100 * done:.0f} % done"'
@@ -272,8 +267,8 @@ def _bar(state: RunState) -> str:
         value = f'aria-valuetext="{name}: ended"'
     else:
         value = f'aria-valuetext="{name}: how long it will run is not known"'
-        full = eta.of_epochs(state)
-        pieces = math.floor(full) + 1 if full < _PIECES else 1
+        full = eta.epochs_done(state)
+        pieces = math.floor(full) + 1 if full < most else 1
         pieces = pieces if full else 0
         fades = f"linear-gradient(90deg,{theme.TRACK},transparent)"
         tail = f'<div style="flex:{max(2, pieces // 2)} 1 0;background:{fades}"></div>'
@@ -290,26 +285,21 @@ def _bar(state: RunState) -> str:
     )
 
 
-_PIECES = 60
-"""Epochs that have a piece of the bar each, at most."""
-
-_FIGURES = 6
-
 _TILE = "flex:1 1 104px;min-width:0"
-"""A key figure: six are of one width, and fill the board's."""
+"""The style of a key figure. Six fill the width of the board."""
 
 
-def _figures(state: RunState, now: float) -> str:
+def _draw_figures(state: RunState, now: float) -> str:
     small = f"font-size:12px;line-height:1.35;{theme.SOFT}"
     drawn = "".join(
         f'<div style="{_TILE}"><div style="{small}">{escape(name)}</div>'
         f'<div style="font-size:22px;line-height:1.3;font-weight:600;white-space:nowrap">'
-        f"{_value(value)}</div>"
+        f"{_draw_value(value)}</div>"
         f'<div style="{small}">{" <br>".join(map(escape, remarks))}&nbsp;</div></div>'
         for name, value, remarks in figures(state, now)
     )
-    # Tiles without height let those of the last row be as wide as the others, below them.
-    even = f'<div style="{_TILE}"></div>' * (_FIGURES - drawn.count(_TILE))
+    # Empty tiles keep the tiles of the last row as wide as those above.
+    even = f'<div style="{_TILE}"></div>' * (CANVAS.figures_per_row - drawn.count(_TILE))
     style = "display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0"
     return f'<div style="{style}">{drawn}{even}</div>' if drawn else ""
 
@@ -317,8 +307,8 @@ def _figures(state: RunState, now: float) -> str:
 _NUMBER = re.compile(r"(\d[\d.,:–]*)(e[-+]\d.*| \S\S.*)")
 
 
-def _value(text: str) -> str:
-    """Draw a value, its exponent or unit small: a long one must not reach into the next figure."""
+def _draw_value(text: str) -> str:
+    """Draw a value with a small exponent or unit, so that it stays within its tile."""
     parts = _NUMBER.fullmatch(text)
     if parts is None:
         shown = escape(text)
@@ -327,24 +317,24 @@ def _value(text: str) -> str:
 
 
 def figures(state: RunState, now: float) -> list[Figure]:
-    """Return the key figures, those that are known."""
-    if state.status == "starting":  # what an attempt before it has left
+    """Return the key figures that are known."""
+    if state.status == "starting":  # the numbers are those of the attempt before
         return []
     known = [
-        _done(state),
-        _left(state, now),
-        _loss(state),
-        *_bests(state),
+        _done_figure(state),
+        _time_figure(state, now),
+        _loss_figure(state),
+        *_best_figures(state),
         _throughput(state),
-        _devices(state),
-        _result(state),
-        _most_memory(state),
+        _devices_figure(state),
+        _result_figure(state),
+        _memory_figure(state),
     ]
-    return [figure for figure in known if figure is not None][:_FIGURES]
+    return [figure for figure in known if figure is not None][: CANVAS.figures_per_row]
 
 
-def _done(state: RunState) -> Figure | None:
-    done = eta.of_run(state)
+def _done_figure(state: RunState) -> Figure | None:
+    done = eta.run_fraction(state)
     where, more = run_texts.run_position(state)
     if state.is_over:
         steps = canvas.made_steps(state)
@@ -361,24 +351,24 @@ def _done(state: RunState) -> Figure | None:
     return Figure(name, f"{int(100 * done)} %", (more or where,))
 
 
-def _left(state: RunState, now: float) -> Figure | None:
+def _time_figure(state: RunState, now: float) -> Figure | None:
     if state.is_over or status(state) == "failing":
         return None
     if run_texts.is_stuck(state):
         return Figure("left", "unknown", ("while it is stuck",))
-    seconds = eta.eta(state, now)
+    seconds = eta.seconds_left(state, now)
     if seconds is not None:
         at = time.strftime("%H:%M", time.localtime(now + seconds))
         day = "" if seconds < 72_000 else time.strftime(" on %a", time.localtime(now + seconds))
-        return Figure("left", eta.coarse(seconds), (f"ends at {at}{day}",))
-    in_epoch = eta.remaining_in_epoch(state, now)
+        return Figure("left", eta.format_coarse(seconds), (f"ends at {at}{day}",))
+    in_epoch = eta.seconds_left_in_epoch(state, now)
     if in_epoch is None:
         return None
-    return Figure("left in this epoch", eta.coarse(in_epoch), ("of the run: unknown",))
+    return Figure("left in this epoch", eta.format_coarse(in_epoch), ("of the run: unknown",))
 
 
-def _loss(state: RunState) -> Figure | None:
-    """Return the mean of the ranks' last losses, where they go, and how far the run before was."""
+def _loss_figure(state: RunState) -> Figure | None:
+    """Return the mean of the ranks' last losses, with its trend and the previous run's loss."""
     curves = state.curves.all
     name = main_metric(n for n in curves if n not in RATES)
     if name is None:
@@ -386,12 +376,12 @@ def _loss(state: RunState) -> Figure | None:
     series = curves[name]
     if series.last is None:
         return Figure(name, "nan", ("not finite",))
-    value, compared = format_number(series.last), _compared(state, series, name)
+    value, compared = format_number(series.last), _compare_to_previous(state, series, name)
     now, before, steps = trend(series.since(present_training(state)[1]))
     change = (now - before) / abs(before) if before else 0.0
     if not steps or not math.isfinite(change) or run_texts.is_stuck(state):
         return Figure(name, value, compared)
-    if abs(change) < TREND:
+    if abs(change) < 0.02:
         arrow, way = "→", f"no clear change in {plural(steps, 'step')}"
     else:
         arrow, way = "↘" if change < 0 else "↗", f"{100 * change:+.0f} % in {plural(steps, 'step')}"
@@ -399,27 +389,27 @@ def _loss(state: RunState) -> Figure | None:
     return Figure(name, f"{value} {arrow}", tuple(remarks[::-1] if state.is_over else remarks))
 
 
-def _compared(state: RunState, series: Series, name: str) -> tuple[str, ...]:
-    """Say how a curve differs from that of the run before, at the last step that both have."""
-    earlier, curve = state.previous, smooth(series.band)
-    if earlier is None or earlier.metric != name or not curve:
+def _compare_to_previous(state: RunState, series: Series, name: str) -> tuple[str, ...]:
+    """Return the difference to the previous run's curve, at the last step that both have."""
+    previous, curve = state.previous, smooth(series.band)
+    if previous is None or previous.metric != name or not curve:
         return ()
-    end, its_end = curve[-1][0], earlier.points[-1][0]
+    end, its_end = curve[-1][0], previous.points[-1][0]
     at = min(end, its_end)
-    now, before = (canvas.value_at(points, at) for points in (curve, earlier.points))
+    now, before = (canvas.value_at(points, at) for points in (curve, previous.points))
     change = 100 * (now - before) / (abs(before) or math.ulp(0.0))
     kind = "lower" if change < 0 else "higher"
     amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
     is_partial = at < 0.9 * end or (state.is_over and at < 0.9 * its_end)
     where = f" at {_step(at)}" if is_partial else ""
-    return (f"{'about as' if abs(change) < 1 else amount} {earlier.number}{where}",)
+    return (f"{'about as' if abs(change) < 1 else amount} {previous.number}{where}",)
 
 
 def trend(series: Series) -> tuple[float, float, int]:
-    """Return the mean of the last steps, that of as many before, and how many steps lie between.
+    """Return the mean of the last steps, the mean before, and the number of steps between them.
 
-    No steps where there are too few values. The two are equal if they differ by no more than
-    chance: by three standard errors of their difference.
+    The steps are 0 if there are too few values. The means are equal if they differ by less than
+    three standard errors of their difference, so perhaps by chance.
     """
     band = series.band
     if not band:
@@ -428,15 +418,15 @@ def trend(series: Series) -> tuple[float, float, int]:
     for part in (span / 8, span / 4):
         new = [each for each in band if each.x > last - part]
         old = [each for each in band if last - 2 * part < each.x <= last - part]
-        if min(len(new), len(old)) >= ENOUGH:
-            (now, error), (before, error_before) = map(_mean, (new, old))
+        if min(len(new), len(old)) >= 4:  # fewer give no error of a mean
+            (now, error), (before, error_before) = map(_mean_and_error, (new, old))
             steps = round((new[0].x + new[-1].x - old[0].x - old[-1].x) / 2)
             is_more = abs(now - before) > 3 * math.hypot(error, error_before)
             return now, before if is_more else now, steps
     return band[-1].mean, band[-1].mean, 0
 
 
-def _mean(band: Sequence[Bin]) -> tuple[float, float]:
+def _mean_and_error(band: Sequence[Bin]) -> tuple[float, float]:
     """Return the mean of some values and its standard error."""
     values = [each.mean for each in band]
     mean = sum(values) / len(values)
@@ -444,17 +434,17 @@ def _mean(band: Sequence[Bin]) -> tuple[float, float]:
     return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
-def _bests(state: RunState) -> Iterator[Figure]:
-    """Yield the best value of a metric of the validation, of the last training; at the end two."""
+def _best_figures(state: RunState) -> Iterator[Figure]:
+    """Yield the best value of a validation metric in the last training; at the end, of two."""
     training, begins = present_training(state)
     shown: list[object] = []
     for name, whole in state.curves.logged.items():
         series = whole.since(begins)
         if series.bins and (direction := better(name)) and name != "loss":
-            if series.bins in shown:  # under two names, as GRPO's reward of one reward function
+            if series.bins in shown:  # one metric under two names: GRPO logs its only reward so
                 continue
             shown.append(series.bins)
-            at = canvas.best(series, direction)
+            at = canvas.best_point(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
             yield Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
             if len(shown) == (2 if state.is_over else 1):
@@ -466,7 +456,7 @@ def _step(x: float) -> str:
 
 
 def _mean_throughput(state: RunState) -> Figure | None:
-    """Return the throughput of a run that is over: the last moments say little of it."""
+    """Return the throughput of a run that has ended. Its last rate may be that of a pause."""
     trained = [rank.progress for rank in state.ranks if rank.progress is not None]
     steps = rank_texts.steps_per_second(trained)
     if steps is None:
@@ -503,16 +493,16 @@ def _throughput(state: RunState) -> Figure | None:
     return Figure("throughput", shown[0], ("of a rank",)) if shown else None
 
 
-def _result(state: RunState) -> Figure | None:
-    """Return what the ranks returned, if it is short."""
-    returned = outcomes.results(state)
+def _result_figure(state: RunState) -> Figure | None:
+    """Return the result of the ranks if it is short."""
+    returned = run_texts.results(state)
     if not state.is_over or not returned or len(returned[0].text) > 12:
         return None
     return Figure("result", returned[0].text, (f"of {returned[0].ranks}",))
 
 
-def _most_memory(state: RunState) -> Figure | None:
-    """Return the most memory that a rank had in a run that is over, on its GPU if it has one."""
+def _memory_figure(state: RunState) -> Figure | None:
+    """Return the most memory that a rank of an ended run used, on its GPU if it has one."""
     gpu = [r.usage.most_gpu_memory for r in state.ranks if r.usage.most_gpu_memory]
     most = gpu or [r.usage.most_memory for r in state.ranks if r.usage.most_memory]
     if not state.is_over or not most:
@@ -522,8 +512,8 @@ def _most_memory(state: RunState) -> Figure | None:
     )
 
 
-def _devices(state: RunState) -> Figure | None:
-    """Return how busy GPUs, or the ranks' cores, are, and the most memory that one of them has."""
+def _devices_figure(state: RunState) -> Figure | None:
+    """Return how busy the GPUs or the ranks' cores are, with the most memory of one of them."""
     if state.is_over:
         return None
     gpus = [gpu for host in state.hosts.values() for gpu in host.gpus]

@@ -1,8 +1,9 @@
 """Draws ranks as rows of a table: ranks that are alike share a row. Pure.
 
-A rank that differs has a row of its own, and the reason. Columns that are empty for all are left
-out. Numbers are set right, in digits of one width, in columns with room for more digits, so that
-nothing jumps. The most important columns come first: a narrow page shows them without scrolling.
+A rank that differs has its own row, with the reason. Columns that are empty for all rows are left
+out. Numbers are aligned right, in digits of one width and columns with space for more digits, so
+that nothing moves. The most important columns come first: a narrow page shows them without
+scrolling.
 """
 
 from __future__ import annotations
@@ -16,47 +17,35 @@ from typing import NamedTuple
 from ...hangs import verdict
 from ...system.text import format_bytes, format_number, format_ranks, shorten
 from ...tracking.state import RankState, RunState
-from .. import eta, rank_texts
+from .. import eta, limits, rank_texts
 from ..tables import LEFT, RIGHT, Cell, html_table
 from . import theme
 
-_POSITION = 64
-"""Characters of a position that are shown."""
-
-FEW = 2
-"""Ranks up to which each has a row, alike or not."""
-
-APART = 0.05
-"""The difference in progress from which rows have bars, and that in pace which is told."""
-
-NAMED = 6
-"""Ranks that are named among many."""
-
 
 class Row(NamedTuple):
-    """Ranks that are alike, and what sets them apart from the others."""
+    """Ranks that are alike, and how they differ from the others."""
 
     ranks: Sequence[RankState]
     reason: str = ""
     waits_longer: bool = False
-    """Whether it waits for data for longer than the others."""
+    """Whether they wait for data for longer than the others."""
 
     @property
     def first(self) -> RankState:
         return self.ranks[0]
 
     @property
-    def some(self) -> Sequence[RankState]:
-        """Up to 64 of the ranks, from all over."""
-        return self.ranks[:: -(-len(self.ranks) // 64)]
+    def sample(self) -> Sequence[RankState]:
+        """Up to `MAX_DRAWN_RANKS` of the ranks, evenly chosen."""
+        return self.ranks[:: -(-len(self.ranks) // limits.MAX_DRAWN_RANKS)]
 
-    def over_all(self, text: Callable[[RankState], str]) -> str:
-        """Return what is said of each rank: of several that differ, of the middle one."""
-        texts = [text(rank) for rank in self.some]
+    def median_text(self, text: Callable[[RankState], str]) -> str:
+        """Return the text that all ranks have in common, else the median of their texts."""
+        texts = [text(rank) for rank in self.sample]
         return texts[0] if len(set(texts)) == 1 else sorted(texts)[len(texts) // 2]
 
     def percents(self, text: Callable[[RankState], str]) -> str:
-        """Return ``93 %``, or the least and the most of several ranks: ``89–96 %``."""
+        """Return ``93 %``, or the lowest and the highest of several ranks: ``89–96 %``."""
         shares = sorted(
             {int(each.removesuffix(" %")) for rank in self.ranks if (each := text(rank))}
         )
@@ -64,7 +53,7 @@ class Row(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column; `cell` returns HTML for a row, or an empty string."""
+    """A column. `cell` returns HTML for a row, or an empty string."""
 
     heading: str
     cell: Callable[[Row], str]
@@ -77,22 +66,22 @@ class Column(NamedTuple):
 
 
 def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
-    """Return the rows to draw: those that differ first, then those that are alike.
+    """Return the rows to draw: ranks that differ first, then groups of ranks that are alike.
 
-    `each`: a row per rank.
+    With `each`, every rank has a row.
     """
-    apart = rank_texts.Apart(state)
-    if each or state.world_size <= FEW:
-        return [Row((r,), apart.reason(r), apart.waits_longer(r)) for r in state.ranks]
+    comparison = rank_texts.Comparison(state)
+    if each or state.world_size < limits.MIN_GROUP_RANKS:
+        return [Row((r,), comparison.reason(r), comparison.waits_longer(r)) for r in state.ranks]
     worst = ["failed", "failing", "stuck", "slow", "not joined yet"]
-    most = NAMED if state.world_size <= 16 else NAMED // 2
+    most = limits.MAX_NAMED_RANKS // (1 if state.world_size <= limits.MAX_RANK_ROWS else 2)
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
     for rank in state.ranks:
-        reason, badge = apart.reason(rank), rank_texts.badge(rank)
+        reason, badge = comparison.reason(rank), rank_texts.badge(rank)
         is_named = bool(reason) or badge in worst
         if is_named and not verdict.is_secondary(rank, state) and len(single) < most:
-            single.append(Row((rank,), reason, apart.waits_longer(rank)))
+            single.append(Row((rank,), reason, comparison.waits_longer(rank)))
         else:
             alike.setdefault(badge, []).append(rank)
     order = {badge: at for at, badge in enumerate(worst)}
@@ -101,11 +90,14 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], state: RunState) -> str:
-    """Draw the rows."""
+    """Draw rows as a table."""
     columns = _columns(rows, state)
-    drawn = [(column, [column.cell(row) for row in rows]) for column in columns]
-    drawn = [(column, cells) for column, cells in drawn if any(cells)]
-    drawn = [(column, cells) for column, cells in drawn if not _repeats(column, rows, cells)]
+    filled = [(column, [column.cell(row) for row in rows]) for column in columns]
+    drawn = [
+        (column, cells)
+        for column, cells in filled
+        if any(cells) and not _repeats_header(column, rows, cells)
+    ]
     lines: list[list[Cell]] = [[column.head for column, _ in drawn]]
     for i, row in enumerate(rows):
         lines.append([Cell(cells[i]) for _, cells in drawn])
@@ -118,10 +110,10 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
     return f"<div {region}>{table}</div>"
 
 
-def _repeats(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
-    """Whether a column says of every row what the header says of the run, or nearly so.
+def _repeats_header(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
+    """Return whether a column repeats the numbers of the header.
 
-    Ranks that step together report at different moments.
+    Ranks that step together differ a little, since they report at different moments.
     """
     if column.heading == "loss":
         return len(cells) == 1
@@ -129,7 +121,7 @@ def _repeats(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
 
 
 def _are_together(rows: Sequence[Row]) -> bool:
-    """Whether all ranks go on, at one pace, and as far as each other but for a second's steps."""
+    """Return whether all ranks run at one pace and are within one second's steps of each other."""
     known = [row.first.progress for row in rows if row.first.status == "running"]
     steps = [each.steps for each in known if each is not None]
     rates = [each.step_rate for each in known if each is not None and each.step_rate]
@@ -137,17 +129,22 @@ def _are_together(rows: Sequence[Row]) -> bool:
     if is_still or not len(rows) == len(steps) == len(rates):
         return False
     shares = [share for share in map(_share, rows) if share is not None] or [0.0]
-    is_near = max(steps) - min(steps) <= max(2.0, max(rates)) and max(shares) - min(shares) < APART
-    return is_near and max(rates) - min(rates) <= APART * max(rates)
+    is_near = (
+        max(steps) - min(steps) <= max(2.0, max(rates))
+        and max(shares) - min(shares) < limits.MIN_GAP_SHARE
+    )
+    return is_near and max(rates) - min(rates) <= limits.MIN_GAP_SHARE * max(rates)
 
 
 def _remark(row: Row, state: RunState) -> str:
-    """Draw what needs the width of the board, below a rank's row: an error, other metrics."""
+    """Draw what needs the whole width, below the row of a rank: an error, other metrics."""
     if len(row.ranks) > 1:
         return ""
     rank, lines = row.first, [escape(row.reason)] if row.reason else []
-    drawn = state.curves.all  # what has a curve is no rank's own: a validation is often rank 0's
-    if state.world_size <= FEW and (others := rank_texts.metrics(rank, 5, but=drawn)):
+    drawn = state.curves.all  # a metric with a curve is the run's: often only rank 0 validates
+    if state.world_size < limits.MIN_GROUP_RANKS and (
+        others := rank_texts.metrics(rank, 5, but=drawn)
+    ):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = verdict.describe_trouble(rank, state)
     if (
@@ -160,39 +157,42 @@ def _remark(row: Row, state: RunState) -> str:
 
 
 def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
-    """Return the columns; a single row's bar would be the run's own again."""
-    stands = any(rank.hang == "stuck?" for rank in state.ranks)
+    """Return the columns. Bars are only drawn if they differ: else the run's bar shows the same."""
+    is_stuck = any(rank.hang == "stuck?" for rank in state.ranks)
     is_named = any(row.waits_longer for row in rows if row.reason)
     soft_left = f"{LEFT};{theme.SOFT}"
     shares = [share for share in map(_share, rows) if share is not None]
-    has_bars = bool(shares) and max(shares) - min(shares) >= APART
+    has_bars = bool(shares) and max(shares) - min(shares) >= limits.MIN_GAP_SHARE
     bars = [
         Column("", lambda row: _bar(row, state), "min-width:72px"),
-        Column("", lambda row: _percent(row), RIGHT, 42),
+        Column("", _percent, RIGHT, 42),
     ]
     return [
         Column("rank", lambda row: f"{_name(row)}&ensp;{_status(row.first, state)}", LEFT, 90),
         Column("node", lambda row: escape(_node(row)), soft_left),
         *(bars if has_bars else []),
-        Column("loss", lambda row: _loss(row), RIGHT, 56),
+        Column("loss", _loss, RIGHT, 56),
         Column(
-            "rate", lambda row: "" if stands else escape(row.over_all(rank_texts.pace)), RIGHT, 64
+            "rate",
+            lambda row: "" if is_stuck else escape(row.median_text(rank_texts.pace)),
+            RIGHT,
+            64,
         ),
-        Column("memory", lambda row: _memory(row), RIGHT, 54),
+        Column("memory", _memory, RIGHT, 54),
         Column("GPU", lambda row: row.percents(lambda rank: _gpu(rank, state)), RIGHT, 46),
         Column("CPU", lambda row: row.percents(rank_texts.cpu), RIGHT, 46),
-        Column("compiled", lambda row: row.over_all(rank_texts.compiled), RIGHT),
+        Column("compiled", lambda row: row.median_text(rank_texts.compilations), RIGHT),
         *(
             []
             if is_named
-            else [Column("data wait", lambda row: row.over_all(rank_texts.waiting), RIGHT)]
+            else [Column("data wait", lambda row: row.median_text(rank_texts.waiting_share), RIGHT)]
         ),
-        Column("at", lambda row: _position(row), soft_left),
+        Column("at", _position, soft_left),
     ]
 
 
 def _gpu(rank: RankState, state: RunState) -> str:
-    """Return how busy a rank's GPU is: ``97 %``; empty where that is not known."""
+    """Return how busy a rank's GPU is, ``97 %``; empty if that is unknown."""
     host = state.hosts.get(rank.node)
     known = {gpu[0]: gpu[4] for gpu in host.gpus} if host is not None and not rank.is_over else {}
     busy = None if rank.usage.gpu is None else known.get(rank.usage.gpu)
@@ -216,7 +216,7 @@ def _loss(row: Row) -> str:
     if not losses:
         return ""
     loss = losses[0] if len(losses) == 1 else sum(losses) / len(losses)
-    has_digits = 1e-3 <= abs(loss) < 1e3  # all of one length: they stand below each other
+    has_digits = 1e-3 <= abs(loss) < 1e3  # equally many digits in all rows align below each other
     text = f"{loss:#.4g}" if has_digits else format_number(loss)
     text = text if math.isfinite(loss) else f"<b>{text}</b>"
     if len(losses) == 1 or min(losses) == max(losses):
@@ -226,14 +226,14 @@ def _loss(row: Row) -> str:
 
 
 def _position(row: Row) -> str:
-    position = row.over_all(rank_texts.bar_positions)
-    short = escape(shorten(position, _POSITION))
-    too_long = len(position) > _POSITION
+    position = row.median_text(rank_texts.bar_positions)
+    short = escape(shorten(position, 64))
+    too_long = len(position) > 64
     return f'<span title="{escape(position[:400])}">{short}</span>' if too_long else short
 
 
 def _memory(row: Row) -> str:
-    """Draw the memory that a rank takes; its parts show when the pointer is on it."""
+    """Draw the memory that a rank uses, with its parts as a tooltip."""
     rank = row.first
     if len(row.ranks) > 1:
         taken = [rank_texts.memory_bytes(rank) for rank in row.ranks]
@@ -249,7 +249,7 @@ def _memory(row: Row) -> str:
 
 
 def memory_parts(rank: RankState) -> str:
-    """Return a rank's memory by part, ``weights 1.3 GiB · gradients 1.3 GiB``, if it is known."""
+    """Return a rank's memory by part: ``weights 1.3 GiB · gradients 1.3 GiB``; empty if unknown."""
     if not rank.usage.tensor_bytes:
         return ""
     sizes = rank.bytes_by_part()
@@ -258,7 +258,7 @@ def memory_parts(rank: RankState) -> str:
 
 
 def _status(rank: RankState, state: RunState) -> str:
-    """Draw how a rank is; one that only lost its peers has no part in the failure."""
+    """Draw the status of a rank. A rank that only lost its peers is shown as stopped."""
     is_echo = verdict.is_secondary(rank, state)
     status = "stopped" if is_echo else rank_texts.badge(rank)
     text = verdict.describe_trouble(rank, state) if is_echo else status
@@ -266,7 +266,7 @@ def _status(rank: RankState, state: RunState) -> str:
 
 
 def _share(row: Row) -> float | None:
-    shares = [eta.fraction(rank) for rank in row.some if rank.bar is not None]
+    shares = [eta.fraction(rank) for rank in row.sample if rank.bar is not None]
     known = [share for share in shares if share is not None]
     return median(known) if known else None
 

@@ -1,7 +1,7 @@
-"""Draws what each rank did as a strip: when it computed, waited, stood still or failed. Pure.
+"""Draws what each rank did as a strip: when it computed, waited, was stuck or failed. Pure.
 
-Strips differ in height and pattern as well as in hue, in mid-tones that stand out from any page.
-Of many ranks, neighbours share a strip, which shows the worst of them.
+Activities differ in height and pattern as well as in colour, and mid-tones are visible on any page.
+With many ranks, neighbours share a strip, which shows the worst of what they did.
 """
 
 from __future__ import annotations
@@ -10,21 +10,11 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from ...tracking import limits as tracking_limits
 from ...tracking.overview import timeline as of
 from ...tracking.state import RunState
+from .. import limits
 from . import theme
-
-ROWS = 64
-"""Strips that are drawn at most."""
-
-COLUMNS = 240
-"""Columns of a strip, at first: more bytes than there is room for halve them."""
-
-WIDE = 3
-"""Columns of a failure or a standstill at a strip's end, at least."""
-
-FEWEST = 6
-"""Bins of time before there is something to see, and columns that are left in any case."""
 
 LOOKS = {
     of.UNKNOWN: (theme.GREY, 0.0),
@@ -36,27 +26,28 @@ LOOKS = {
     of.STALLED: (theme.ORANGE, 1.0),
     of.FAILED: (theme.RED, 1.0),
 }
-"""The colour and the height of what a rank did."""
+"""The colour and the height (0 to 1) of each activity of a rank."""
 
 DASHED = {of.STALLED: "7 2", of.COMPILING: "3 1"}
-"""What is a pattern too: neither height nor hue alone tells it from computing, or a failure."""
+"""Activities with a pattern, since their height and colour are like those of others."""
 
-_ORDER = {ord(letter): str(rank) for rank, letter in enumerate(of.NAMES)}
+_SEVERITIES = {ord(letter): str(rank) for rank, letter in enumerate(of.NAMES)}
 _LETTERS = {ord(str(rank)): letter for rank, letter in enumerate(of.NAMES)}
 
 
 class Strips(NamedTuple):
-    """The strips of a run: a letter for each column."""
+    """The strips of a run."""
 
     bands: list[str]
+    """Each strip as text, one letter per column."""
     names: list[int]
-    """The rank that each band is of, or begins with."""
+    """The rank of each band, or the first of its ranks."""
     columns: int
-    """From the left of the canvas to its right, also where no band has come to yet."""
+    """Columns over the whole width of the canvas, also those that no band has reached yet."""
     seconds: float | None
-    """What the columns cover; None where they cover the steps of the canvas."""
+    """The time that the columns cover; None if they cover the steps of the canvas."""
     per: int = 1
-    """Ranks of a strip."""
+    """Ranks that share a strip."""
 
     @property
     def pitch(self) -> int:
@@ -69,39 +60,45 @@ class Strips(NamedTuple):
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The letter and the name of each thing that is drawn."""
+        """The letter and the name of each activity that is drawn."""
         drawn = {letter for band in self.bands for letter in band} - {of.UNKNOWN}
         return [(letter, of.NAMES[letter]) for letter in LOOKS if letter in drawn]
 
 
 def strips_of(state: RunState, now: float, last: float | None, limit: int) -> Strips | None:
-    """Return strips that take `limit` bytes; None while there is little to see.
+    """Return strips of at most `limit` bytes; None while there is little to see.
 
-    `last`: the step at the right of the canvas; None: the strips are over seconds.
+    `last` is the step at the right of the canvas. Without it, the strips cover seconds.
     """
     at = state.ended if state.ended is not None else now
     ranks = [r.timeline if r.is_over else r.timeline.extend_to(at) for r in state.ranks]
     rows = of.align_timelines(ranks, at)
     count = max((len(row.letters) for row in rows), default=0)
     seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
-    # Of a short run, a bin holds many steps and the saving after them: only how it ended is sure.
-    least = FEWEST if seen & {of.FAILED, of.STALLED} else 2 * FEWEST
+    # A bin of a short run mixes many steps and the saving after them. Only its end is certain.
+    least = (
+        limits.MIN_STRIP_COLUMNS if seen & {of.FAILED, of.STALLED} else 2 * limits.MIN_STRIP_COLUMNS
+    )
     if count < least or not seen:
         return None
-    per = -(-len(rows) // ROWS)
+    per = -(-len(rows) // limits.MAX_DRAWN_RANKS)
     starts = range(0, len(rows), per)
     merged = [_worst([row.letters.ljust(count) for row in rows[i : i + per]]) for i in starts]
     seconds = count * rows[0].width if last is None else None
     steps = [max(rows[i : i + per], key=lambda row: len(row.letters)).steps for i in starts]
-    columns = count if last is None else COLUMNS if len(merged) <= 32 else COLUMNS // 2
+    most = tracking_limits.MAX_TIMELINE_BINS
+    columns = count if last is None else most if len(merged) <= 32 else most // 2
     while True:
         bands = merged
         if last is not None:
             lines = zip(merged, steps, strict=True)
-            bands = [of.letters_by_step(_timeline(*line), last, columns) for line in lines]
-        bands = _with_peers(list(map(_legible, bands)), state)
+            bands = [of.letters_by_step(_as_timeline(*line), last, columns) for line in lines]
+        bands = _mark_waits_for_peers(list(map(_widen_ending, bands)), state)
         strips = Strips(bands, list(starts), columns, seconds, per)
-        if len(_drawn(strips.bands, strips.pitch)) <= limit or columns <= FEWEST:
+        if (
+            len(_draw_bands(strips.bands, strips.pitch)) <= limit
+            or columns <= limits.MIN_STRIP_COLUMNS
+        ):
             return strips
         columns = -(-columns // 2)
         merged = (
@@ -111,31 +108,32 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
         )
 
 
-def _timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
+def _as_timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
+    """Return a timeline of letters without the spaces at their end."""
     letters = letters.rstrip()
     steps += (steps[-1:] or (0,)) * (len(letters) - len(steps))
     return of.Timeline(letters, steps[: len(letters)])
 
 
-def _legible(band: str) -> str:
-    """Return a strip in which how a rank ended, or stands still, is wide enough to be seen."""
+def _widen_ending(band: str) -> str:
+    """Widen a failure or a hang at the end of a strip to three columns, so that it is visible."""
     last = band[-1:]
-    if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < WIDE:
+    if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < 3:
         return band
-    return band[: min(len(band.rstrip(last)), len(band) - WIDE)].ljust(len(band), last)
+    return band[: min(len(band.rstrip(last)), len(band) - 3)].ljust(len(band), last)
 
 
-def _with_peers(bands: list[str], state: RunState) -> list[str]:
-    """Show that ranks wait for one that is short of data: those that step together, at its pace.
+def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
+    """Mark ranks as waiting for their peers while one rank alone waits for data.
 
-    They do if all have made as many steps. A rank is short of data where it alone waits, in more
-    columns than chance has.
+    This is only known of ranks that step together, so have made the same number of steps, and of
+    waits in more columns than by chance.
     """
     steps = [rank.steps_before + rank.progress.steps for rank in state.ranks if rank.progress]
     if len(steps) < 2 or max(steps) - min(steps) > max(3, 0.02 * max(steps)):
         return bands
-    alone = [_alone(bands, row) for row in range(len(bands))]
-    waits = {at for row in alone if len(row) >= FEWEST for at in row}
+    alone = [_lone_waits(bands, row) for row in range(len(bands))]
+    waits = {at for row in alone if len(row) >= limits.MIN_STRIP_COLUMNS for at in row}
     if not waits:
         return bands
     return [
@@ -147,8 +145,8 @@ def _with_peers(bands: list[str], state: RunState) -> list[str]:
     ]
 
 
-def _alone(bands: list[str], row: int) -> list[int]:
-    """Return the columns in which a strip waits for data, and hardly another one does."""
+def _lone_waits(bands: list[str], row: int) -> list[int]:
+    """Return the columns where a strip waits for data and at most a quarter of the others do."""
     others = [band for at, band in enumerate(bands) if at != row]
     return [
         at
@@ -158,27 +156,28 @@ def _alone(bands: list[str], row: int) -> list[int]:
     ]
 
 
-def waits_alone(strips: Strips, rank: int) -> tuple[float, float] | None:
-    """Return from where to where, as shares of the canvas, a rank waits for data and others don't.
+def find_lone_wait(strips: Strips, rank: int) -> tuple[float, float] | None:
+    """Return the begin and the end of the time when only this rank waits for data.
 
-    None where strips are of several ranks, or too few columns tell.
+    Both are shares of the canvas' width. Return None if ranks share strips, or if the rank waits in
+    too few columns.
     """
     if strips.names != list(range(len(strips.names))) or rank >= len(strips.names):
         return None
-    alone = _alone(strips.bands, rank)
+    alone = _lone_waits(strips.bands, rank)
     if len(alone) < 3:
         return None
     return alone[0] / strips.columns, (alone[-1] + 1) / strips.columns
 
 
 def draw(strips: Strips, top: int, width: int) -> str:
-    """Draw strips below `top` as SVG elements, `width` units wide."""
+    """Draw strips as SVG elements, `width` units wide, which begin at `top`."""
     scale = f"translate(0 {top}) scale({width / strips.columns:.5g} 1)"
-    return f'<g transform="{scale}">{_drawn(strips.bands, strips.pitch)}</g>'
+    return f'<g transform="{scale}">{_draw_bands(strips.bands, strips.pitch)}</g>'
 
 
-def legend(strips: Strips, band: str = "") -> str:
-    """Name what is drawn, each behind a piece of its strip; and the `band` around a curve."""
+def draw_legend(strips: Strips, band: str = "") -> str:
+    """Draw the name of each activity beside a piece of its strip, and that of a curve's `band`."""
     pieces = []
     ground = f"display:inline-flex;align-items:flex-end;height:8px;background:{theme.TRACK}"
     for letter, name in strips.legend:
@@ -199,16 +198,16 @@ def legend(strips: Strips, band: str = "") -> str:
 
 
 def _worst(rows: list[str]) -> str:
-    """Return the worst of what several ranks did in each bin."""
+    """Return the worst activity of several ranks in each bin."""
     if len(rows) == 1:
         return rows[0]
-    return "".join(map(max, *(row.translate(_ORDER) for row in rows))).translate(_LETTERS)
+    return "".join(map(max, *(row.translate(_SEVERITIES) for row in rows))).translate(_LETTERS)
 
 
-def _drawn(bands: list[str], pitch: int) -> str:
-    """Draw a unit for each column: all that looks the same is one path."""
+def _draw_bands(bands: list[str], pitch: int) -> str:
+    """Draw bands with one unit per column. Everything that has one colour is one path."""
     if pitch <= 5:
-        return _blocks(bands, pitch)
+        return _draw_thin_bands(bands, pitch)
     paths, thick = dict.fromkeys(LOOKS, ""), pitch - 2
     for row, band in enumerate(bands):
         at = 0
@@ -229,8 +228,8 @@ def _drawn(bands: list[str], pitch: int) -> str:
     return drawn
 
 
-def _blocks(bands: list[str], pitch: int) -> str:
-    """Draw many strips: neighbours that did the same at the same time are one block."""
+def _draw_thin_bands(bands: list[str], pitch: int) -> str:
+    """Draw many bands. Neighbours with the same activity at the same time are one block."""
     paths, begun = dict.fromkeys(LOOKS, ""), dict[tuple[str, int, int], int]()
     for row, band in enumerate([*bands, ""]):
         at, going = 0, dict[tuple[str, int, int], int]()

@@ -1,8 +1,8 @@
 """The board's fonts and colours, readable on white, on black and on Colab's grey.
 
-No colour has a contrast of 4.5 on all of them. So text has the page's own colour; lines, strips and
-the sign of a status are mid-tones with a contrast of 3. A status is told by its sign and its word
-too, a strip by its height or its pattern.
+No colour has a contrast of 4.5 on all of them. So text has the page's own colour, while lines,
+strips and the sign of a status are mid-tones with a contrast of 3. Colour is never the only
+distinction: a status has a sign and a word too, a strip a height or a pattern.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PURPLE = "#9b6fd0"
 AMBER = "#b5892a"
 GREY = "#888888"
 LINES = (BLUE, ORANGE, GREEN, PURPLE, RED, AMBER, GREY)
-"""Mid-tones for lines and bars, which need 3 : 1."""
+"""Mid-tones for lines and bars, which need a contrast of 3."""
 
 
 class Tones(NamedTuple):
-    """How a status is drawn: a mid-tone, and a sign that tells it without colour."""
+    """How a status is drawn: a mid-tone, and a sign for readers who do not see colours."""
 
     colour: str
     sign: str
@@ -40,25 +40,25 @@ BAD = Tones(RED, "✕")
 TRACK = "rgba(128,128,128,.25)"
 
 SOFT = "opacity:.75"
-"""Text that is less important."""
+"""The style of less important text."""
 
 TICKS = f"font-size:11px;line-height:16px;white-space:nowrap;{SOFT}"
-"""The labels of axes: text of the page, whose colour they have."""
+"""The style of the labels of axes, which are text of the page and have its colour."""
 
-_GROUND = (
+_BACKGROUND = (
     "var(--jp-layout-color0,var(--vscode-editor-background,"
     "var(--colab-primary-surface-color,transparent)))"
 )
 NAMES = (
     "font-size:12px;line-height:16px;white-space:nowrap;font-weight:600;"
-    f"text-shadow:{','.join([f'0 0 3px {_GROUND}'] * 2)}"
+    f"text-shadow:{','.join([f'0 0 3px {_BACKGROUND}'] * 2)}"
 )
-"""The names at the ends of curves, with the page's ground around them where that is known."""
+"""The style of the names of curves, with a halo in the page's background if that is known."""
 
 CUT = "overflow:hidden;text-overflow:ellipsis;white-space:nowrap"
 
 FIXED = 'vector-effect="non-scaling-stroke"'
-"""Lines of one width in a picture that is stretched."""
+"""Keeps the width of lines in a picture that is stretched."""
 
 MONO = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:12px"
 FONT = (
@@ -88,7 +88,7 @@ STATUS = {
 
 
 def tones(status: str) -> Tones:
-    """Return the tones of a status or a badge; calm before the start and after a stop."""
+    """Return the tones of a status or a badge; `CALM` before the start and after a stop."""
     return STATUS.get(status, CALM)
 
 
@@ -99,26 +99,26 @@ def sign(status: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Write seconds as a clock does: ``0:42``, ``1:02:07``."""
+    """Return seconds as a clock shows them: ``0:42``, ``1:02:07``."""
     minutes, rest = divmod(int(min(seconds, 1e9)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def coded(text: str) -> str:
-    """Escape a text and format what stands between backticks as code."""
+def format_code(text: str) -> str:
+    """Escape a text and format the parts between backticks as code."""
     style = f"{MONO};background:rgba(128,128,128,.15);border-radius:3px;padding:0 3px"
     return re.sub(r"`([^`]+)`", rf'<code style="{style};color:inherit">\1</code>', escape(text))
 
 
-def folded(title: str, inner: str, style: str = "margin:0") -> str:
-    """Draw HTML under a title that unfolds it."""
+def draw_folded(title: str, inner: str, style: str = "margin:0") -> str:
+    """Draw HTML that a click on its title unfolds."""
     summary = f'<summary style="cursor:pointer;{SOFT}">{title}</summary>'
     return f'<details style="{style}">{summary}{inner}</details>'
 
 
 def bar(share: float, width: int, colour: str, attributes: str = "") -> str:
-    """Draw a bar of `width` pixels that is filled by a share from 0 to 1."""
+    """Draw a bar of `width` pixels, filled by a share from 0 to 1."""
     return (
         f'<div {attributes}style="width:{width}px;height:7px;border-radius:4px;'
         f'background:{TRACK};overflow:hidden;forced-color-adjust:none">'
@@ -126,12 +126,12 @@ def bar(share: float, width: int, colour: str, attributes: str = "") -> str:
     )
 
 
-def stretched(
+def draw_stretched(
     inner: str, units: tuple[int, int], height: int, label: str, *, as_image: bool
 ) -> str:
-    """Draw SVG elements in `units`, without text, as wide as there is room, `height` pixels high.
+    """Draw SVG elements, `height` pixels high and stretched from `units` to the available width.
 
-    Its ground is the page's.
+    Its background is transparent. Text in it would be stretched, too.
     """
     box = f'viewBox="0 0 {units[0]} {units[1]}" preserveAspectRatio="none"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{height}" {box}'

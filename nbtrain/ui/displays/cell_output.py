@@ -1,4 +1,4 @@
-"""Shows a task on live ranks: its output like a cell's if it is short, otherwise the board."""
+"""Shows a task on live ranks: a short one by its output, like a cell, a longer one by the board."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import merged_log, run_texts
+from .. import limits, merged_log, run_texts
 from .html_display import Display, show
-
-SHORT = 1.0
-"""Seconds after which the board is drawn."""
-
-LINES = 4
-"""Lines of a display of a rank other than the first that are shown, where they differ."""
 
 
 class CellOutput(Display):
-    """Prints what the ranks print and display; makes the `board` if that takes a while."""
+    """Prints what the ranks print and display. A task that takes longer has a `board`, too."""
 
     def __init__(self, board: Callable[[], Display]) -> None:
         self._make_board = board
@@ -29,7 +23,7 @@ class CellOutput(Display):
             self._board.listen()
 
     def update(self, state: RunState, now: float) -> None:
-        if self._board is None and state.elapsed(now) >= SHORT:
+        if self._board is None and state.elapsed(now) >= limits.BOARD_DELAY_S:
             self._board = self._make_board()
         if self._board is not None:
             self._board.update(state, now)
@@ -38,31 +32,31 @@ class CellOutput(Display):
         if self._board is not None:
             self._board.finish(state, now)
         else:
-            lines = [*run_texts.notes(state), *printed(state.ranks)]
+            lines = [*run_texts.notes(state), *printed_lines(state.ranks)]
             if lines:
                 print(*lines, sep="\n", flush=True)
-        for line in displayed(state.ranks):
+        for line in displayed_outputs(state.ranks):
             print(line, flush=True) if isinstance(line, str) else show(dict(line))
 
 
-def printed(ranks: Sequence[RankState]) -> Iterator[str]:
-    """Yield the lines that ranks printed, once where several printed the same."""
-    logs = {rank.rank: list(_without_traceback(rank.log)) for rank in ranks}
+def printed_lines(ranks: Sequence[RankState]) -> Iterator[str]:
+    """Yield the lines that ranks printed. A line that several ranks printed comes once."""
+    logs: dict[int, list[str]] = {}
     for rank in ranks:
+        lines = list(rank.log)
+        if ev.TRACEBACK_FOLLOWS in lines:  # the caller raises the exception
+            del lines[lines.index(ev.TRACEBACK_FOLLOWS) :]
         if left_out := rank.log_count - len(rank.log):
-            logs[rank.rank].insert(0, f"… {plural(left_out, 'line')} before: run.logs()")
-    yield from (f"[{format_ranks(n)}] {line}" for n, line in merged_log.in_order(logs))
+            lines.insert(0, f"… {plural(left_out, 'line')} before: run.logs()")
+        logs[rank.rank] = lines
+    yield from (f"[{format_ranks(n)}] {line}" for n, line in merged_log.merge_logs(logs))
 
 
-def _without_traceback(log: Sequence[str]) -> tuple[str, ...]:
-    lines = list(log)
-    if ev.TRACEBACK_FOLLOWS in lines:  # the caller raises the exception
-        del lines[lines.index(ev.TRACEBACK_FOLLOWS) :]
-    return tuple(lines)
+def displayed_outputs(ranks: Sequence[RankState]) -> Iterator[str | Mapping[str, float | str]]:
+    """Yield what ranks displayed: everything of the first that did, and what differs of others.
 
-
-def displayed(ranks: Sequence[RankState]) -> Iterator[str | Mapping[str, float | str]]:
-    """Yield what ranks displayed: of the first that did, in full; of others, what differs."""
+    A rich display is yielded as its MIME types. Of other ranks, only texts of a few lines come.
+    """
     first = next((rank for rank in ranks if rank.displayed), None)
     if first is None:
         return
@@ -73,20 +67,17 @@ def displayed(ranks: Sequence[RankState]) -> Iterator[str | Mapping[str, float |
         if set(each.data) - {"text/plain"}:
             yield each.data
         else:
-            yield from _labelled(same, _text(each))
+            yield from _label_lines(same, _text(each))
         for rank in others:
             text = texts[rank.rank][index]
-            if rank not in same and text.count("\n") < LINES:
-                yield from _labelled([rank], text)
+            if rank not in same and text.count("\n") < 4:
+                yield from _label_lines([rank], text)
 
 
-def _labelled(ranks: Sequence[RankState], text: str) -> Iterator[str]:
-    yield from (f"{_label(ranks)}{line}" for line in text.split("\n"))
+def _label_lines(ranks: Sequence[RankState], text: str) -> Iterator[str]:
+    label = format_ranks([rank.rank for rank in ranks])
+    yield from (f"[{label}] {line}" for line in text.split("\n"))
 
 
-def _label(ranks: Sequence[RankState]) -> str:
-    return f"[{format_ranks([rank.rank for rank in ranks])}] "
-
-
-def _text(each: ev.Displayed) -> str:
-    return str(each.data.get("text/plain", ""))
+def _text(output: ev.Displayed) -> str:
+    return str(output.data.get("text/plain", ""))

@@ -8,33 +8,21 @@ from typing import Any
 
 from ...system.host import is_crowded
 from ...tracking.state import RunState
-from .. import text_summary
+from .. import limits, text_summary
 from ..board import board
-
-INTERVAL = 0.2
-"""Mean seconds between two updates of a display."""
-
-BYTES_PER_SECOND = 120_000
-"""What the updates of a display may send: a large board is drawn less often."""
-
-SHARE = 0.004
-"""The part of a core that drawing takes where the ranks have use for all of them."""
-
-SLOWEST = 2.0
-"""Seconds between two updates, at most, for want of a core."""
 
 
 class Display:
-    """Shows a run while it goes on, and its final state; this one shows nothing."""
+    """Shows a run while it lasts, and then its final state. This base class shows nothing."""
 
     def listen(self) -> None:
-        """Handle what the user did on the page; called often, also while drawing fails."""
+        """Handle what the user did on the page. Called often, also while drawing fails."""
 
     def update(self, state: RunState, now: float) -> None:
-        """Show the present state; called often, draws now and then."""
+        """Show the present state. Called often; draws only when a drawing is due."""
 
     def finish(self, state: RunState, now: float) -> None:
-        """Show the final state, to stay."""
+        """Show the final state, which stays on the page."""
 
 
 def ipython_shell() -> Any:
@@ -50,18 +38,18 @@ def execution_count() -> int | None:
 
 
 def bundle(state: RunState, now: float) -> dict[str, Any]:
-    """Return the forms of a run that a notebook stores: HTML and text."""
+    """Return what a notebook stores of a run, by MIME type: HTML and text."""
     return {"text/html": board.render(state, now), "text/plain": text_summary.summary(state, now)}
 
 
-def in_marimo() -> bool:
+def is_marimo() -> bool:
     """Return whether a cell of a marimo notebook runs in this thread."""
     marimo = sys.modules.get("marimo")
     return marimo is not None and bool(marimo.running_in_notebook())
 
 
 class _MarimoOutput:
-    """The output of marimo's running cell: a picture takes the place of the one before."""
+    """The output of marimo's running cell. A new drawing replaces the one before."""
 
     def update(self, data: dict[str, Any], raw: bool = True) -> None:
         marimo = sys.modules["marimo"]
@@ -69,11 +57,11 @@ class _MarimoOutput:
 
 
 def show(output: Any) -> Any:
-    """Display a widget or a dictionary of MIME types; return a handle that updates the output.
+    """Display a widget or a dictionary of MIME types, and return a handle that updates the output.
 
-    Without IPython, the text of a dictionary is printed, and there is no handle.
+    Without IPython, print the text of a dictionary and return None.
     """
-    if in_marimo():
+    if is_marimo():
         handle = _MarimoOutput()
         handle.update(output)
         return handle
@@ -86,9 +74,9 @@ def show(output: Any) -> Any:
     return display_function(output, raw=isinstance(output, dict), display_id=True)
 
 
-def wire_size(*forms: str) -> int:
-    """Return about how many bytes the forms take as JSON, where a quotation mark takes two."""
-    return sum(len(form.encode()) + form.count('"') + form.count("\n") for form in forms)
+def wire_size(*texts: str) -> int:
+    """Estimate the bytes of texts as JSON. There, a quotation mark takes two."""
+    return sum(len(text.encode()) + text.count('"') + text.count("\n") for text in texts)
 
 
 class Pace:
@@ -97,28 +85,34 @@ class Pace:
     def __init__(self) -> None:
         self._state: RunState | None = None
         self._drawn = -1e9
-        self._interval = INTERVAL
+        self._interval = limits.MIN_DRAW_INTERVAL_S
         self._began = 0.0  # by the clock of this thread's CPU time
 
     def is_due(self, state: RunState, now: float) -> bool:
-        """Return whether to draw now; the caller then draws."""
+        """Return whether to draw now. If so, the caller must draw."""
         passed = now - self._drawn
         quiet = max(1.0, self._interval)
         if 0 <= passed < self._interval or (state is self._state and 0 <= passed < quiet):
             return False
-        late = max(0.0, passed - self._interval)  # a late drawing brings the next one forward
+        late = max(0.0, passed - self._interval)  # the next drawing comes earlier by this time
         self._drawn = now - (late if late < self._interval else 0)
         self._state = state
         self._began = time.thread_time()
         return True
 
-    def spent(self, size: int) -> None:
-        """Record the bytes of a drawing: the next one waits until `BYTES_PER_SECOND` allows it.
+    def record_drawing(self, size: int) -> None:
+        """Record the bytes of a drawing, so that the next one keeps to `MAX_BYTES_PER_S`.
 
-        And on a host whose cores are all busy, until `SHARE` does.
+        On a host whose cores are all busy, the next one also keeps to `MAX_DRAW_CORE_SHARE`.
         """
-        seconds = (time.thread_time() - self._began) / SHARE if is_crowded() else 0.0
-        self._interval = max(INTERVAL, size / BYTES_PER_SECOND, min(SLOWEST, seconds))
+        seconds = (
+            (time.thread_time() - self._began) / limits.MAX_DRAW_CORE_SHARE if is_crowded() else 0.0
+        )
+        self._interval = max(
+            limits.MIN_DRAW_INTERVAL_S,
+            size / limits.MAX_BYTES_PER_S,
+            min(limits.MAX_DRAW_INTERVAL_S, seconds),
+        )
 
 
 class HtmlDisplay(Display):
@@ -141,4 +135,4 @@ class HtmlDisplay(Display):
             self._handle = show(data)
         else:
             self._handle.update(data, raw=True)
-        self._pace.spent(wire_size(*data.values()))
+        self._pace.record_drawing(wire_size(*data.values()))

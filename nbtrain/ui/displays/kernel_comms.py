@@ -1,13 +1,13 @@
 """Handles a button's click while the cell that shows the button still runs.
 
-While a cell runs, ipykernel leaves messages on its shell channel for later, clicks on widgets too.
-So the loop that watches a run reads that channel between two looks at the ranks. It handles the
-messages for our widgets and passes all others, in order, to ipykernel's own receiver, where they
-wait in ipykernel's queue as they would have.
+While a cell runs, ipykernel does not read its shell channel, so a click on a widget has to wait.
+The loop that watches a run therefore reads that channel itself. It handles the messages for our
+widgets. It passes all others, in order, to ipykernel's own receiver, in whose queue they wait as
+usual.
 
-What is private to ipykernel and pyzmq is in `_main_stream` and `CommPump._receiver`; seen in
-ipykernel 6.17, 6.31, 7.3, 7.4 with pyzmq 26 and 27. Where anything differs, there is no pump: a run
-then has no button, and ■ ends it.
+Only `_main_stream` and `CommPump._receiver` use private names of ipykernel and pyzmq. They were
+tested with ipykernel 6.17, 6.31, 7.3, 7.4 and pyzmq 26, 27. If anything differs, there is no pump:
+a run then has no button, and ■ ends it.
 """
 
 # jupyter-ui-poll 1.1 does not replace this: it swaps ipykernel's `execute_request` handler and
@@ -20,23 +20,22 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-CONTROL = "jupyter.widget.control"
-"""The comm through which a reloaded page asks for the state of all widgets."""
+CONTROL_TARGET = "jupyter.widget.control"
+"""The target of the comm that a reloaded page opens to request the state of all widgets."""
 
-_QUESTIONS = ("comm_info_request", "kernel_info_request")
-_LIMIT = 200
+_REQUESTS = ("comm_info_request", "kernel_info_request")
 
 Pump = Callable[[Collection[str]], bool]
-"""Handles messages for these comms; returns False if that does not work (any more)."""
+"""Handles messages for these comms. Returns False if that does not work, or stopped working."""
 
 
 def idle_pump(_comm_ids: Collection[str]) -> bool:
-    """Do nothing: no cell runs, so ipykernel itself handles the clicks."""
+    """Do nothing, successfully: between cells, ipykernel itself handles clicks."""
     return True
 
 
 class CommPump:
-    """Handles messages for some widgets in the middle of a cell; main thread only."""
+    """Handles messages for some widgets in the middle of a cell. For the main thread only."""
 
     def __init__(self, kernel: Any, stream: Any, reply_to: Any) -> None:
         self._kernel = kernel
@@ -49,15 +48,17 @@ class CommPump:
         matches: list[tuple[Any, Any]] = []
         works = True
         try:
-            self._take(comm_ids, matches)
-        except Exception:  # another version's stream: the kernel goes on
+            self._sort_messages(comm_ids, matches)
+        except Exception:  # the stream of another version: the kernel still works
             works = False
         for idents, message in matches:
             self._handle(idents, message)
         return works
 
-    def _take(self, comm_ids: Collection[str], matches: list[tuple[Any, Any]]) -> None:
-        """Collect messages for our widgets; pass the others on."""
+    def _sort_messages(self, comm_ids: Collection[str], matches: list[tuple[Any, Any]]) -> None:
+        """Append messages for our widgets to `matches`, and pass the others on."""
+        import zmq
+
         receiver = self._receiver()
 
         def sort(frames: Any) -> Any:
@@ -69,19 +70,23 @@ class CommPump:
 
         self._stream.on_recv(sort, copy=False)
         try:
-            self._stream.flush(_POLLIN, _LIMIT)
+            self._stream.flush(zmq.POLLIN, limit=200)
         finally:
             self._stream.on_recv(receiver, copy=False)
 
     def _receiver(self) -> Callable[[Any], Any]:
-        """Return ipykernel's receiver of messages. Raises `RuntimeError` if it has none."""
+        """Return ipykernel's receiver of messages.
+
+        Raises:
+            RuntimeError: ipykernel has none, or one of another kind.
+        """
         receiver: Callable[[Any], Any] | None = self._stream._recv_callback
         if receiver is None or self._stream._recv_copy:
             raise RuntimeError("the shell channel has no receiver")
         return receiver
 
     def _read(self, frames: Any, comm_ids: Collection[str]) -> tuple[Any, Any] | None:
-        """Return a message with its sender if it is to be handled now."""
+        """Return the sender and the message if it is for our widgets; else None."""
         session = self._kernel.session
         try:
             idents, parts = session.feed_identities(frames, copy=False)
@@ -90,13 +95,13 @@ class CommPump:
             if not self._is_for_widgets(kind, content, comm_ids):
                 return None
             return idents, session.deserialize(parts, content=True, copy=False)
-        except Exception:  # not a message of the protocol: ipykernel knows what it is
+        except Exception:  # not a message of Jupyter's protocol: left to ipykernel
             return None
 
     def _is_for_widgets(self, kind: str, content: Any, comm_ids: Collection[str]) -> bool:
-        if kind in _QUESTIONS:
+        if kind in _REQUESTS:
             return True
-        if kind == "comm_open" and content["target_name"] == CONTROL:
+        if kind == "comm_open" and content["target_name"] == CONTROL_TARGET:
             self._control.add(content["comm_id"])
             return True
         if kind not in ("comm_msg", "comm_close"):
@@ -106,31 +111,30 @@ class CommPump:
         return kind == "comm_msg" and content["data"].get("method") == "request_state"
 
     def _handle(self, idents: Any, message: Any) -> None:
-        """Call ipykernel's own handler; the cell stays the parent of what is shown."""
+        """Call ipykernel's own handler. Output still belongs to the running cell."""
+        import zmq
+
         kind, kernel = message["header"]["msg_type"], self._kernel
-        asks = kind in _QUESTIONS
+        is_request = kind in _REQUESTS
         try:
-            if asks:
+            if is_request:
                 kernel._publish_status("busy", "shell", message)
             answer = kernel.shell_handlers[kind](self._reply_to, idents, message)
             if asyncio.iscoroutine(answer):
-                _finish(answer)
+                _run_to_end(answer)
             if hasattr(self._reply_to, "flush"):
-                self._reply_to.flush(_POLLOUT)
-            if asks:  # a question waits for `idle`, and the page still shows the cell as running
+                self._reply_to.flush(zmq.POLLOUT)
+            if is_request:  # the sender waits for `idle`; then the cell must show as running again
                 kernel._publish_status("idle", "shell", message)
                 kernel._publish_status("busy", "shell")
-        except Exception as error:  # as ipykernel does when a handler fails
+        except Exception as error:  # ipykernel logs a failed handler in the same way
             kernel.log.error("nbtrain: the handler of %s failed", kind, exc_info=error)
-
-
-_POLLIN, _POLLOUT = 1, 2  # zmq's, fixed by its ABI
 
 
 def find_pump(shell: Any) -> Pump | None:
     """Return a pump for this shell's kernel; None if it would not work.
 
-    It works on the main thread, inside the event loop that ipykernel runs cells in.
+    It only works on the main thread, inside the event loop where ipykernel runs cells.
     """
     kernel = getattr(shell, "kernel", None)
     if kernel is None or threading.current_thread() is not threading.main_thread():
@@ -141,7 +145,7 @@ def find_pump(shell: Any) -> Pump | None:
             return None
         pump = CommPump(kernel, stream, reply_to)
         pump._receiver()
-        handled = {"comm_msg", "comm_open", "comm_close", *_QUESTIONS}
+        handled = {"comm_msg", "comm_open", "comm_close", *_REQUESTS}
         usable = handled <= set(kernel.shell_handlers) and callable(kernel._publish_status)
         return pump.pump if usable and callable(stream.flush) else None
     except Exception:  # another kernel, or another version: ■ still works
@@ -149,19 +153,23 @@ def find_pump(shell: Any) -> Pump | None:
 
 
 def _main_stream(kernel: Any) -> tuple[Any, Any]:
-    """Return the stream that the main thread receives from, and what it replies to."""
+    """Return the stream that the main thread receives from, and the one for its replies."""
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is None:  # ipykernel 6
         return kernel.shell_stream, kernel.shell_stream
-    manager = thread.manager  # ipykernel 7: a thread receives and passes on
+    manager = thread.manager  # ipykernel 7: a thread receives messages and passes them on
     return (
         manager._shell_channel_to_main.to_stream,
         manager.get_subshell_to_shell_channel_socket(None),
     )
 
 
-def _finish(coroutine: Any) -> None:
-    """Run a coroutine to its end; it must not wait for anything."""
+def _run_to_end(coroutine: Any) -> None:
+    """Run a coroutine to its end.
+
+    Raises:
+        RuntimeError: It waits for something.
+    """
     try:
         coroutine.send(None)
     except StopIteration:

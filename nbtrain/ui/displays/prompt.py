@@ -1,4 +1,4 @@
-"""Asks the user for a line without blocking: the run is watched in the meantime."""
+"""Requests a line from the user without blocking, so that the run is still watched."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import sys
 from typing import Any, Protocol
 
 from ...system.files import is_readable
-from .html_display import in_marimo, ipython_shell
+from .html_display import ipython_shell, is_marimo
 
 
 class Prompt(Protocol):
-    """Where somebody may answer."""
+    """A place where the user may type an answer."""
 
     holds_screen: bool
-    """Whether nothing else may be drawn while a line is typed."""
+    """Whether drawings would disturb a line that is being typed."""
 
     def ask(self, text: str) -> None:
-        """Show what is asked for; the answer comes later."""
+        """Show a text and return at once. `answer` gives the line later."""
 
     def answer(self) -> str | None:
-        """Return the line that was typed, once it is; None until then."""
+        """Return the typed line; None until it is complete."""
 
 
 def find() -> Prompt | None:
-    """Return the prompt of the front that runs this code; None where nobody can answer."""
+    """Return the prompt of the notebook or terminal that runs this code; None if it has none."""
     shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
     if kernel is not None:
@@ -32,13 +32,13 @@ def find() -> Prompt | None:
         return KernelPrompt(kernel) if can_answer else None
     try:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    except (AttributeError, ValueError):  # none, or closed
+    except (AttributeError, ValueError):  # there is no stdin, or it is closed
         return None
-    return TerminalPrompt(sys.stdin.fileno()) if is_terminal and not in_marimo() else None
+    return TerminalPrompt(sys.stdin.fileno()) if is_terminal and not is_marimo() else None
 
 
 class KernelPrompt:
-    """The input box of a notebook's cell: what ``input()`` opens there, without its wait."""
+    """The input box of a notebook's cell, as ``input()`` opens it, without blocking."""
 
     holds_screen = False
 
@@ -46,7 +46,7 @@ class KernelPrompt:
         self._kernel, self._socket = kernel, kernel.stdin_socket
 
     def ask(self, text: str) -> None:
-        """Send the front a request for a line; answers to earlier ones count no more."""
+        """Send the front-end a request for a line, and drop answers to earlier requests."""
         sys.stdout.flush()
         sys.stderr.flush()
         kernel, session = self._kernel, self._kernel.session
@@ -58,7 +58,7 @@ class KernelPrompt:
         session.send(self._socket, "input_request", content, parent, ident=ident)
 
     def answer(self) -> str | None:
-        """Return the line that was typed, once it is; None until then."""
+        """Return the typed line; None until it is complete."""
         _, reply = self._kernel.session.recv(self._socket)
         return None if reply is None else str(reply["content"].get("value", ""))
 
@@ -73,11 +73,11 @@ class TerminalPrompt:
         self._typed = b""
 
     def ask(self, text: str) -> None:
-        """Print what is asked for."""
+        """Print a text."""
         print(text, end="", flush=True)
 
     def answer(self) -> str | None:
-        """Return the line that was typed, once it is; None until then."""
+        """Return the typed line; None until it is complete."""
         if b"\n" not in self._typed:
             if not is_readable(self._descriptor):
                 return None

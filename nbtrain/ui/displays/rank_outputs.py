@@ -1,4 +1,4 @@
-"""Shows what ranks displayed, below the board: each display is an output of the cell."""
+"""Shows what ranks displayed below the board, each display as an output of the cell."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from typing import Any
 from ...system.text import format_ranks
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .html_display import Display, in_marimo, show
-
-INTERVAL = 0.5
-"""Seconds between two looks at what ranks displayed: one may draw its curve anew at each step."""
+from .. import limits
+from .html_display import Display, is_marimo, show
 
 _EMPTY = {"text/plain": "", "text/html": ""}
 
 
 class RankOutputs:
-    """Shows what the first rank displays, or `rank`: new ones below, others in their place."""
+    """Shows what rank 0 or `rank` displays: new displays below, updates in their place."""
 
     def __init__(self, rank: int | None = None) -> None:
         self._rank = rank
         self._slots: list[tuple[Any, ev.Displayed | None]] = []
         self._labelled: int | None = None
-        self._looked = -math.inf
+        self._updated_at = -math.inf
 
     def update(self, state: RunState, now: float) -> None:
-        """Show what is new of the first rank."""
-        if not 0 <= now - self._looked < INTERVAL:
-            self._looked = now
+        """Show new and changed displays."""
+        if not 0 <= now - self._updated_at < limits.OUTPUT_INTERVAL_S:
+            self._updated_at = now
             self._show(state.ranks[self._rank or 0])
 
     def finish(self, state: RunState) -> None:
-        """Show everything, of another rank where the first displayed nothing; name the others."""
+        """Show everything, of another rank if rank 0 displayed nothing. Name the other ranks."""
         talkers = [rank for rank in state.ranks if rank.displayed]
         if self._rank is not None or state.ranks[0].displayed:
             self._show(state.ranks[self._rank or 0])
@@ -45,7 +43,7 @@ class RankOutputs:
             show(_label(text))
 
     def _show(self, rank: RankState) -> None:
-        if not rank.displayed or in_marimo():
+        if not rank.displayed or is_marimo():
             return
         if self._labelled is None:
             self._labelled = rank.rank
@@ -57,15 +55,17 @@ class RankOutputs:
                 handle = self._slots[index][0]
                 handle.update(dict(event.data), raw=True)
                 self._slots[index] = handle, event
-        for index in range(len(rank.displayed), len(self._slots)):  # it cleared them
-            handle, event_before = self._slots[index]
-            if event_before is not None:
+        for index in range(
+            len(rank.displayed), len(self._slots)
+        ):  # the rank cleared these displays
+            handle, previous = self._slots[index]
+            if previous is not None:
                 handle.update(_EMPTY, raw=True)
                 self._slots[index] = handle, None
 
 
 class WithOutputs(Display):
-    """A display of a run, and below it what its ranks display: at its end, or while it goes on."""
+    """A display of a run, and below it what its ranks display: at the end or, if `live`, always."""
 
     def __init__(self, display: Display, *, live: bool) -> None:
         self._display, self._live = display, live

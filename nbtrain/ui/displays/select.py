@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from ...tracking.state import RunState
+from .. import limits
 from . import kernel_comms
-from .html_display import Display, HtmlDisplay, in_marimo, ipython_shell
+from .html_display import Display, HtmlDisplay, ipython_shell, is_marimo
 from .rank_outputs import WithOutputs
 from .terminal import TableDisplay, TextDisplay, can_redraw
 from .widget_board import WidgetDisplay
@@ -28,33 +29,32 @@ def choose(
     stacks: Callable[[], object] = lambda: "",
     *,
     inline: bool = False,
-    behind: bool = False,
+    is_background: bool = False,
 ) -> Display:
     """Return the display for ``--view``; its buttons call `stop` and `stacks`.
 
-    'auto' is a board with a Stop button where a click can be handled while the cell runs, HTML in
-    any other notebook, text in a terminal or a console, and lines of text followed by the HTML
-    summary in a headless run (``jupyter execute``, papermill). An `inline` run has the main thread
-    to itself, so no click is handled. A run that goes on `behind` its cell is drawn in notebooks
-    only: in a terminal it would write over the prompt. marimo lets only the cell itself change
-    what it shows.
+    'auto' is a board with a Stop button if a click can be handled while the cell runs. It is HTML
+    in any other notebook, text in a terminal or a console, and text followed by the HTML summary in
+    a headless run (``jupyter execute``, papermill). An `inline` run occupies the main thread, so no
+    click is handled. A background run is only drawn in notebooks: in a terminal it would write over
+    the prompt. In marimo, only a running cell can change its output.
     """
-    if in_marimo() and view not in ("none", "text"):
-        return Display() if behind else HtmlDisplay()
+    if is_marimo() and view not in ("none", "text"):
+        return Display() if is_background else HtmlDisplay()
     shell = ipython_shell()
     in_terminal = getattr(shell, "kernel", None) is None
     is_headless = _is_headless(shell)
     shows_text = in_terminal or (view == "auto" and _is_console(shell) and not is_headless)
-    if view == "none" or (behind and shows_text):
+    if view == "none" or (is_background and shows_text):
         return Display()
     if shell is None or (shows_text and view == "auto") or view == "text":
         redraws = view == "auto" and can_redraw(sys.stdout)
-        return TableDisplay() if redraws else TextDisplay(is_raised=not behind)
-    if view == "auto" and is_headless and not behind:
+        return TableDisplay() if redraws else TextDisplay(is_raised=not is_background)
+    if view == "auto" and is_headless and not is_background:
         return TextDisplay(keep_html=True)
     if view == "html" or (view == "auto" and (inline or not _has_widgets(shell))):
         return HtmlDisplay()
-    if behind:
+    if is_background:
         pump: kernel_comms.Pump | None = kernel_comms.idle_pump
     else:
         pump = None if inline else kernel_comms.find_pump(shell)
@@ -62,7 +62,7 @@ def choose(
 
 
 def with_outputs(display: Display) -> Display:
-    """Have a display of a notebook show what ranks display, too: a headless one at the end."""
+    """Return a display that shows what ranks display, too. A headless one does so at the end."""
     if isinstance(display, TextDisplay):
         return WithOutputs(display, live=False) if display.keep_html else display
     is_page = isinstance(display, (HtmlDisplay, WidgetDisplay))
@@ -70,7 +70,7 @@ def with_outputs(display: Display) -> Display:
 
 
 def _is_headless(shell: Any) -> bool:
-    """Return whether a program executes this cell: it cannot answer ``input()``."""
+    """Return whether a program executes this cell, so that ``input()`` is not allowed."""
     try:
         content = shell.get_parent()["content"]
     except (AttributeError, KeyError, TypeError):
@@ -81,11 +81,11 @@ def _is_headless(shell: Any) -> bool:
 def _is_console(shell: Any) -> bool:
     """Return whether a console runs this cell: jupyter-console, Spyder, qtconsole. They show text.
 
-    They use Python's jupyter_client, which numbers the messages of its session, where a page takes
-    random ids. A server that runs a cell for a page uses it too, but names the cell.
+    Consoles use Python's jupyter_client, which numbers the messages of a session, while a page uses
+    random ids. A server that runs a cell for a page uses jupyter_client too, but sends a cell id.
     """
     if "google.colab" in str(shell) or "DATABRICKS_RUNTIME_VERSION" in os.environ:
-        return False  # pages, whose messages nobody could look at
+        return False  # these are pages, though their messages are not documented
     try:
         parent = shell.get_parent()
         number = str(parent["header"]["msg_id"]).removeprefix(f"{parent['header']['session']}_")
@@ -95,22 +95,18 @@ def _is_console(shell: Any) -> bool:
 
 
 def _has_widgets(shell: Any) -> bool:
-    """Return whether the page shows widgets and sends their clicks; Colab does neither mid-cell."""
+    """Return whether the page can show widgets and send clicks. Colab cannot during a cell."""
     try:
         return "google.colab" not in str(shell) and bool(importlib.util.find_spec("ipywidgets"))
-    except ValueError:  # sys.modules has a module of that name without a spec
+    except ValueError:  # sys.modules has a module of that name that has no spec
         return False
 
 
-RETRY = 5.0
-"""Seconds after which a failed drawing is tried again."""
-
-
 class GuardedDisplay:
-    """A display whose failure does not stop the run: it warns once.
+    """A display whose failures do not stop the run. The first one warns.
 
-    A failed drawing is tried again later, and clicks are handled meanwhile: a browser that was
-    away may return, and the next state may be one that can be drawn.
+    A failed drawing is tried again later: a lost browser may return, and the next state may be one
+    that can be drawn. Clicks are handled in any case.
     """
 
     def __init__(self, display: Display) -> None:
@@ -122,7 +118,9 @@ class GuardedDisplay:
         """Handle clicks, and show the present state if that works."""
         self._attempt(self._display.listen)
         passed = time.monotonic() - self._failed
-        if passed > RETRY and not self._attempt(partial(self._display.update, state, now)):
+        if passed > limits.DRAW_RETRY_S and not self._attempt(
+            partial(self._display.update, state, now)
+        ):
             self._failed = time.monotonic()
 
     def finish(self, state: RunState, now: float) -> None:
@@ -132,7 +130,7 @@ class GuardedDisplay:
     def _attempt(self, act: Callable[[], None]) -> bool:
         try:
             act()
-        except Exception as error:  # a lost page, a changed library: not worth the training
+        except Exception as error:  # a lost page or a changed library must not end the training
             if not self._warned:
                 self._warned = True
                 reason = f"{type(error).__name__}: {error}"

@@ -16,14 +16,8 @@ from typing import TextIO
 from ...system.text import format_ranks, plural
 from ...tracking import events as ev
 from ...tracking.state import RankState, RunState
-from .. import merged_log, run_texts, text_summary
+from .. import limits, merged_log, run_texts, text_summary
 from .html_display import Display, Pace, bundle, show
-
-TEXT_INTERVAL = 5.0
-"""Seconds between two progress lines of a rank in plain text."""
-
-SOON = 0.5
-"""Seconds within which a line of one rank may be that of others, too."""
 
 _COLOURS = {"done": 32, "succeeded": 32, "running": 34, "failed": 31, "failing": 31}
 _COLOURS |= {"finished": 33, "stopping": 33, "interrupted": 33, "timed out": 33, "stopped": 33}
@@ -31,29 +25,31 @@ _STATUS = re.compile(rf"(?<=: )(?:{'|'.join(_COLOURS)})\b")
 
 
 class TextDisplay(Display):
-    """Lines of text: what ranks print, and now and then a line of progress per rank."""
+    """Lines of text: what ranks print, and every few seconds a line of progress per rank."""
 
     def __init__(self, *, keep_html: bool = False, is_raised: bool = True) -> None:
-        """Show a run; `is_raised`: what it fails with is raised, and so shown, by the caller."""
+        """Show a run. With `is_raised`, the caller raises and so shows the exception of the run."""
         self.keep_html = keep_html
         self._output = _Output(is_raised=is_raised)
         self._lines: dict[int, str] = {}
-        self._due: float | None = None
+        self._next_line_at: float | None = None
         self._hang = ""
 
     def update(self, state: RunState, now: float) -> None:
-        _print(self._output.new(state))
+        _print(self._output.new_lines(state))
         if state.hang != self._hang:
             self._hang = state.hang
             _print([f"⚠ {state.hang}" if state.hang else "● the run continues"])
-        if self._due is None:
-            self._due = now + TEXT_INTERVAL
+        if self._next_line_at is None:
+            self._next_line_at = now + limits.PROGRESS_INTERVAL_S
             _print([f"● {state.full_title}: {run_texts.facts(state, now)}"])
-        elif not 0 < self._due - now <= TEXT_INTERVAL:  # reached, or the clock was set
-            self._due = now + TEXT_INTERVAL
-            _print(self._progress(state))
+        elif (
+            not 0 < self._next_line_at - now <= limits.PROGRESS_INTERVAL_S
+        ):  # it is reached, or the clock was set
+            self._next_line_at = now + limits.PROGRESS_INTERVAL_S
+            _print(self._progress_lines(state))
 
-    def _progress(self, state: RunState) -> list[str]:
+    def _progress_lines(self, state: RunState) -> list[str]:
         """Return the lines of ranks that have moved."""
         moved = []
         for rank in state.ranks:
@@ -64,7 +60,7 @@ class TextDisplay(Display):
         return moved
 
     def finish(self, state: RunState, now: float) -> None:
-        _print(self._output.new(state, is_last=True))
+        _print(self._output.new_lines(state, is_last=True))
         if self.keep_html:
             show(bundle(state, now))
         else:  # the notes were printed at the start
@@ -72,7 +68,7 @@ class TextDisplay(Display):
 
 
 class TableDisplay(Display):
-    """A table of the ranks, redrawn in place; what ranks print scrolls above it."""
+    """A table of the ranks, redrawn in place. What ranks print scrolls above it."""
 
     def __init__(self) -> None:
         self._output = _Output()
@@ -85,18 +81,18 @@ class TableDisplay(Display):
             size = shutil.get_terminal_size()
             table = text_summary.summary(replace(state, findings=()), now).split("\n")
             table = [line[: size.columns] for line in table[: max(1, size.lines - 2)]]
-            self._put(self._output.new(state), table)
+            self._replace_table(self._output.new_lines(state), table)
 
     def finish(self, state: RunState, now: float) -> None:
         final = text_summary.summary(replace(state, findings=()), now).split("\n")
-        self._put(self._output.new(state, is_last=True), final, wrap=True)
+        self._replace_table(self._output.new_lines(state, is_last=True), final, wrap=True)
         self._height = 0
 
-    def _put(self, above: list[str], table: list[str], wrap: bool = False) -> None:
-        """Replace the table, with new lines above it, in one write: nothing flickers."""
+    def _replace_table(self, above: list[str], table: list[str], wrap: bool = False) -> None:
+        """Replace the table and add new lines above it, in one write, so that nothing flickers."""
         up = f"\x1b[{self._height}F\x1b[0J" if self._height else ""
         head = "".join(f"{line}\n" for line in above)
-        body = "\n".join(map(coloured, table))
+        body = "\n".join(map(colour_status, table))
         clip, unclip = ("", "") if wrap else ("\x1b[?7l", "\x1b[?7h")
         sys.stdout.write(f"{up}{head}{clip}{body}\n{unclip}")
         sys.stdout.flush()
@@ -104,31 +100,35 @@ class TableDisplay(Display):
 
 
 class _Output:
-    """What is printed once: the notes, then what ranks print, equal lines of ranks once.
+    """Lines to print: the warnings, then what ranks print, with equal lines of ranks only once.
 
-    Not the exceptions that end ranks, where the caller raises the one that caused the others.
+    If `is_raised`, the tracebacks that end ranks are left out: the caller raises the exception that
+    caused the others.
     """
 
     def __init__(self, *, is_raised: bool = True) -> None:
         self._is_raised = is_raised
         self._printed: dict[int, int] = {}
-        self._noted: set[str] = set()
-        self._ended: set[int] = set()
-        self._waiting: dict[int, list[tuple[float, str]]] = {}
-        """Lines to print, by rank, and when each was seen."""
+        self._printed_notes: set[str] = set()
+        self._failed_ranks: set[int] = set()
+        self._pending: dict[int, list[tuple[float, str]]] = {}
+        """Lines that are not printed yet, by rank, each with the time when it was seen."""
 
-    def new(self, state: RunState, *, is_last: bool = False) -> list[str]:
-        """Return the lines not returned before; `is_last`: also those that others may print yet."""
-        lines = [note for note in run_texts.notes(state) if note not in self._noted]
-        self._noted.update(lines)
+    def new_lines(self, state: RunState, *, is_last: bool = False) -> list[str]:
+        """Return new lines. With `is_last`, include lines that other ranks may still print, too."""
+        lines = [note for note in run_texts.notes(state) if note not in self._printed_notes]
+        self._printed_notes.update(lines)
         now = time.monotonic()
         for rank in state.ranks:
-            seen = [(now, line) for line in self._new_of(rank, state)]
+            seen = [(now, line) for line in self._unprinted_lines(rank, state)]
             if seen:
-                self._waiting.setdefault(rank.rank, []).extend(seen)
-        return [*lines, *self._merged(state, math.inf if is_last else now - SOON)]
+                self._pending.setdefault(rank.rank, []).extend(seen)
+        return [
+            *lines,
+            *self._merge_due_lines(state, math.inf if is_last else now - limits.OUTPUT_INTERVAL_S),
+        ]
 
-    def _new_of(self, rank: RankState, state: RunState) -> Iterator[str]:
+    def _unprinted_lines(self, rank: RankState, state: RunState) -> Iterator[str]:
         new = rank.log_count - self._printed.get(rank.rank, 0)
         if new <= 0:
             return
@@ -138,42 +138,45 @@ class _Output:
         is_last = self._is_raised and state.attempt == state.attempts
         has_raised = is_last and rank.status not in ("starting", "running")
         lines = merged_log.lines_of(rank, state, new)
-        yield from self._without_exception(rank, lines) if has_raised else lines
+        yield from self._drop_traceback(rank, lines) if has_raised else lines
 
-    def _merged(self, state: RunState, seen_by: float) -> Iterator[str]:
-        """Yield lines that all ranks have printed, or that were seen by a time, and their like."""
-        pending = {rank: [line for _, line in seen] for rank, seen in self._waiting.items()}
-        going_on = {rank.rank for rank in state.ranks if not rank.is_over}
-        groups = merged_log.grouped(pending)
-        if len(groups) != 1 or not going_on <= set(groups[0][0]):
-            old = {line for s in self._waiting.values() for at, line in s if at <= seen_by}
-            for rank, seen in self._waiting.items():
+    def _merge_due_lines(self, state: RunState, seen_by: float) -> Iterator[str]:
+        """Yield the lines that all active ranks have printed, and those seen before `seen_by`.
+
+        A newer line that equals an older one is yielded with it.
+        """
+        pending = {rank: [line for _, line in seen] for rank, seen in self._pending.items()}
+        active = {rank.rank for rank in state.ranks if not rank.is_over}
+        groups = merged_log.group_logs(pending)
+        if len(groups) != 1 or not active <= set(groups[0][0]):
+            old = {line for s in self._pending.values() for at, line in s if at <= seen_by}
+            for rank, seen in self._pending.items():
                 due = takewhile(lambda each: each[0] <= seen_by or each[1] in old, seen)
                 pending[rank] = [line for _, line in due]
         for rank, lines in pending.items():
-            del self._waiting[rank][: len(lines)]
-        for ranks, line in merged_log.in_order(pending):
+            del self._pending[rank][: len(lines)]
+        for ranks, line in merged_log.merge_logs(pending):
             yield f"[{format_ranks(ranks)}] {line}"
 
-    def _without_exception(self, rank: RankState, lines: Sequence[str]) -> Sequence[str]:
-        if rank.rank in self._ended:
+    def _drop_traceback(self, rank: RankState, lines: Sequence[str]) -> Sequence[str]:
+        if rank.rank in self._failed_ranks:
             return ()
         if ev.TRACEBACK_FOLLOWS not in lines:
             return lines
-        self._ended.add(rank.rank)
+        self._failed_ranks.add(rank.rank)
         return lines[: lines.index(ev.TRACEBACK_FOLLOWS)]
 
 
 def can_redraw(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a stream is a terminal that moves its cursor and allows colours."""
+    """Return whether a stream is a terminal that can move its cursor and show colours."""
     term = environment.get("TERM", "")
     if term in ("", "dumb") or environment.get("NO_COLOR"):
         return False
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
-def coloured(line: str) -> str:
-    """Return a line of a summary with its status in colour."""
+def colour_status(line: str) -> str:
+    """Return a line of a summary, with its status in colour."""
     return _STATUS.sub(lambda m: f"\x1b[{_COLOURS[m[0]]}m{m[0]}\x1b[0m", line, count=1)
 
 

@@ -1,4 +1,4 @@
-"""Shows a rank's exception in IPython with the rank's frames, without the launcher's."""
+"""Makes IPython show a rank's exception with the frames of the rank instead of the launcher's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...transport.exceptions import rank_frames
 from .html_display import ipython_shell
 
 
-class _FromTheRank:
-    """An exception's ``_render_traceback_``: IPython calls it to draw the exception."""
+class _RankTraceback:
+    """The ``_render_traceback_`` of an exception, which IPython calls to draw it."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -22,7 +22,7 @@ class _FromTheRank:
             return None
         frames = rank_frames(error.__traceback__)
         lines = [f"{type(error).__name__}: {error}"]
-        if frames is not None:  # else an interrupt: no frame of the user's code raised it
+        if frames is not None:  # else an interrupt, which no frame of the user's code raised
             draw = shell.InteractiveTB.structured_traceback
             lines = draw(type(error), error, frames, tb_offset=0)
         drawn = "\n".join(lines)
@@ -30,13 +30,13 @@ class _FromTheRank:
         return [*lines, *notes]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _FromTheRank, ()
+        return _RankTraceback, ()
 
 
-def show_from_the_rank(error: BaseException) -> BaseException:
+def show_rank_traceback(error: BaseException) -> BaseException:
     """Make IPython draw `error` without the frames between the cell and the rank."""
-    own = isinstance(error, NbtrainError) and rank_frames(error.__traceback__) is None
-    if not own and ipython_shell() is not None:
+    is_ours = isinstance(error, NbtrainError) and rank_frames(error.__traceback__) is None
+    if not is_ours and ipython_shell() is not None:
         with contextlib.suppress(AttributeError, TypeError):  # a class may forbid attributes
-            error._render_traceback_ = _FromTheRank(error)  # type: ignore[attr-defined]
+            error._render_traceback_ = _RankTraceback(error)  # type: ignore[attr-defined]
     return error

@@ -7,36 +7,33 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...tracking import limits as tracking_limits
 from ...tracking.state import RunState
+from .. import limits
 from ..board import board, header
 from .html_display import Display, Pace, bundle, show, wire_size
 from .kernel_comms import Pump
 from .widget_controls import Controls
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
-KEEP = 20
-"""Boards of finished runs that stay open as widgets: as many as there are run folders."""
-
-SPEAK_EVERY = 15.0
-"""Seconds between two sentences for a screen reader, while nothing changes but numbers."""
 
 _NO_WIDGETS = (
     '<div style="opacity:.7;font-size:12px">This board shows how the run began, because this '
     "page shows no widgets. <code>--view html</code> updates the board without widgets.</div>"
 )
-"""Part of the HTML form, which a page without a renderer for widgets shows."""
+"""Added to the HTML, which only a page that cannot show widgets displays."""
 
 
 class WidgetDisplay(Display):
-    """The board's parts with controls beside the title, and static HTML in their place at the end.
+    """The parts of the board with controls beside the title. Static HTML replaces them at the end.
 
-    Each part is a widget: a new number in the table does not clear text that a user has selected
-    in the log. `pump` handles the controls while the cell runs; without it there are none.
+    Each part is a widget, so that a new number in the table does not clear text that a user has
+    selected in the log. `pump` handles the controls while the cell runs. Without it, there are no
+    controls.
 
-    A page that was reloaded since the run began gets no update through a display id: it shows the
-    widget that was saved with the notebook, as long as the kernel has it. So the last boards also
-    stay open as widgets, with the final picture and no button; closed, they would show
-    "Error displaying widget" there.
+    A page that was reloaded during the run gets no update through a display id. It shows the widget
+    that was saved with the notebook, or "Error displaying widget" if the kernel has closed that. So
+    the last boards stay open as widgets, with the final drawing and without buttons.
     """
 
     def __init__(
@@ -49,9 +46,9 @@ class WidgetDisplay(Display):
         self._stop, self._stacks = stop, stacks
         self._parts: list[Any] = []
         self._frame: Any = None
-        self._head: Any = None
-        self._voice: Any = None
-        self._spoken = "", 0.0
+        self._title_row: Any = None
+        self._status_html: Any = None
+        self._last_status = "", 0.0
         self._controls: Controls | None = None
         self._box: Any = None
         self._handle: Any = None
@@ -60,11 +57,14 @@ class WidgetDisplay(Display):
     def update(self, state: RunState, now: float) -> None:
         if self._box is None:
             self._open(state, now)
-        chosen = self._controls is not None and self._controls.has_changed()
-        if chosen or self._pace.is_due(state, now):
+        has_choice = self._controls is not None and self._controls.has_changed()
+        if has_choice or self._pace.is_due(state, now):
             self._draw(state, now)
             if self._handle is None:
-                self._show(state, now)
+                view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+                forms = bundle(state, now)
+                html = forms["text/html"] + _NO_WIDGETS
+                self._handle = show({_VIEW: view, **forms, "text/html": html})
 
     def finish(self, state: RunState, now: float) -> None:
         data = bundle(state, now)
@@ -73,11 +73,13 @@ class WidgetDisplay(Display):
             import ipywidgets
 
             self._handle.update(data, raw=True)
-            self._box.children = (ipywidgets.HTML(data["text/html"]),)  # has its own frame
+            self._box.children = (
+                ipywidgets.HTML(data["text/html"]),
+            )  # this HTML has a frame of its own
             _close(self._frame)
             _keep_open(self._box)
             return
-        show(data)  # the run ended before the first drawing
+        show(data)  # the run ended before it was drawn
         if self._box is not None:
             _close(self._box)
 
@@ -85,24 +87,20 @@ class WidgetDisplay(Display):
         import ipywidgets
 
         self._parts = [ipywidgets.HTML() for _ in board.parts(state, now)]
-        self._voice = ipywidgets.HTML()
+        self._status_html = ipywidgets.HTML()
         self._parts[0].layout.flex, self._parts[0].layout.min_width = "1 1 240px", "0"
         around = {name.replace("-", "_"): value for name, value in board.FRAME.items()}
-        self._head = ipywidgets.HBox(self._parts[:1], layout={"flex_flow": "row wrap"})
-        body = [self._head, *self._parts[1:], self._voice]
+        self._title_row = ipywidgets.HBox(self._parts[:1], layout={"flex_flow": "row wrap"})
+        body = [self._title_row, *self._parts[1:], self._status_html]
         if self._pump is not None:
             self._controls = Controls(self._stop, self._stacks)
-            self._head.children = (*self._parts[:1], self._controls.row)
+            self._title_row.children = (*self._parts[:1], self._controls.row)
             body[1:1] = [self._controls.more, self._controls.panel]
         self._frame = ipywidgets.VBox(body, layout=around)
         self._box = ipywidgets.VBox([self._frame])
         if self._controls is not None:
-            _listening.add(self)  # last: the thread of another run asks for the ids of all
-
-    def _show(self, state: RunState, now: float) -> None:
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        forms = bundle(state, now)
-        self._handle = show({_VIEW: view, **forms, "text/html": forms["text/html"] + _NO_WIDGETS})
+            # The last step, since the thread of another run may read the ids at any time.
+            _listening.add(self)
 
     def _draw(self, state: RunState, now: float) -> None:
         choices = board.ViewChoices() if self._controls is None else self._controls.choices
@@ -114,17 +112,17 @@ class WidgetDisplay(Display):
         for part, drawn in changed:
             part.value = drawn
         if changed:
-            self._pace.spent(wire_size(*(drawn for _, drawn in changed)))
+            self._pace.record_drawing(wire_size(*(drawn for _, drawn in changed)))
         if self._controls is not None:
             self._controls.follow(state, now)
-        self._speak(state, now)
+        self._update_status(state, now)
 
-    def _speak(self, state: RunState, now: float) -> None:
-        """Have a screen reader say how the run is: when that changes, and now and then."""
+    def _update_status(self, state: RunState, now: float) -> None:
+        """Have a screen reader read the status when it changes, and every few seconds."""
         status = header.status(state)
-        if status != self._spoken[0] or now - self._spoken[1] >= SPEAK_EVERY:
-            self._spoken = status, now
-            self._voice.value = board.spoken(state, now)
+        if status != self._last_status[0] or now - self._last_status[1] >= limits.STATUS_INTERVAL_S:
+            self._last_status = status, now
+            self._status_html.value = board.draw_screen_reader_status(state, now)
 
     def listen(self) -> None:
         if self._pump is None or self._controls is None:
@@ -138,17 +136,17 @@ class WidgetDisplay(Display):
             return
         _listening.discard(self)
         dropped = self._controls.more, self._controls.panel
-        self._head.children = self._parts[:1]
-        self._frame.children = [each for each in self._frame.children if each not in dropped]
+        self._title_row.children = self._parts[:1]
+        self._frame.children = [child for child in self._frame.children if child not in dropped]
         self._controls.close()
         for control in self._controls.widgets():
             _close(control)
         self._controls = None
 
-    def ids(self) -> set[str]:
+    def widget_ids(self) -> set[str]:
         """Return the ids of this board's widgets."""
         controls = self._controls
-        shown = [] if controls is None else [*_with_parts(self._box), *controls.widgets()]
+        shown = [] if controls is None else [*_list_widgets(self._box), *controls.widgets()]
         return {widget.model_id for widget in shown if widget.model_id is not None}
 
 
@@ -156,28 +154,31 @@ _listening: weakref.WeakSet[WidgetDisplay] = weakref.WeakSet()
 
 
 def listening_ids() -> set[str]:
-    """Return the widgets of all boards with controls: a cell may wait for another run."""
-    return {name for display in tuple(_listening) for name in display.ids()}
+    """Return the ids of the widgets of all boards with controls.
+
+    A cell may wait for another run than the one whose button is clicked.
+    """
+    return {name for display in tuple(_listening) for name in display.widget_ids()}
 
 
 _open_boxes: collections.deque[Any] = collections.deque()
 
 
 def _keep_open(box: Any) -> None:
-    """Keep a board open in the kernel, and close the oldest beyond `KEEP`."""
+    """Keep a board open in the kernel. Close the oldest if there are more than runs are kept."""
     _open_boxes.append(box)
-    while len(_open_boxes) > KEEP:
+    while len(_open_boxes) > tracking_limits.MAX_RUNS:
         _close(_open_boxes.popleft())
 
 
 def _close(widget: Any) -> None:
-    for each in _with_parts(widget):
-        each.close()
+    for part in _list_widgets(widget):
+        part.close()
 
 
-def _with_parts(widget: Any) -> Iterator[Any]:
-    """Yield a widget, its children, their layouts and styles: each is open in the kernel."""
+def _list_widgets(widget: Any) -> Iterator[Any]:
+    """Yield a widget and its children, each with its layout and style, which are widgets, too."""
     for inner in getattr(widget, "children", ()):
-        yield from _with_parts(inner)
+        yield from _list_widgets(inner)
     yield from filter(None, (getattr(widget, part, None) for part in ("layout", "style")))
     yield widget

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...tracking.state import RunState
-from .. import card
+from .. import card, limits
 from ..board import board, theme
 
 _STOP_TIP = "End all ranks of this run, as ■ does; they have 2 s to save what they need"
@@ -19,15 +19,13 @@ _AUTOMATIC, _LAST, _EVERY = "automatic", "last lines", "all ranks"
 _AXES = {_AUTOMATIC: None, "linear": False, "logarithmic": True}
 _ALIKE = "alike in a row"
 _RANKS = {_ALIKE: False, "each": True}
-MENU = 64
-"""The most entries of a menu; of more ranks or metrics, the first."""
 
 
 class Controls:
-    """Buttons, and behind ⋯ a menu for each choice.
+    """Buttons, and menus that the button ⋯ shows.
 
-    `row` is the widget that holds the buttons, `more` that of the menus, `panel` shows the stacks
-    of the ranks on request, `choices` has what the user chose.
+    `row` is the widget of the buttons, `more` that of the menus. `panel` shows the stacks of the
+    ranks or the run as a picture.
     """
 
     def __init__(self, stop: Callable[[], None], stacks: Callable[[], object]) -> None:
@@ -35,7 +33,7 @@ class Controls:
 
         self._stop = stop
         self._stacks = stacks
-        self._asking: threading.Thread | None = None
+        self._stacks_thread: threading.Thread | None = None
         self._changed = self._stopping = False
         self._attempt = 1
         width = {"width": "auto", "margin": "0 0 0 6px"}
@@ -46,7 +44,7 @@ class Controls:
         self._stacks_button = new(description="Stacks", icon="search", tooltip=_STACKS_TIP)
         self._stacks_button.on_click(self._on_stacks)
         self.panel = ipywidgets.HTML()
-        self._menus: dict[str, Any] = {}  # made when ⋯ is pressed: most boards need none
+        self._menus: dict[str, Any] = {}  # made when ⋯ is pressed, since most boards need no menu
         self._dots = ipywidgets.ToggleButton(description="⋯", tooltip=_MORE_TIP, layout=width)
         self._dots.observe(self._on_dots, "value")
         self._image_button = new(description="Copy as image", tooltip=_IMAGE_TIP)
@@ -71,7 +69,7 @@ class Controls:
 
     @property
     def choices(self) -> board.ViewChoices:
-        """What the user chose to see."""
+        """What the user chose in the menus."""
         metric, log = self._chosen("chart", _AUTOMATIC), self._chosen("log", _LAST)
         return board.ViewChoices(
             metric=None if metric == _AUTOMATIC else metric,
@@ -82,43 +80,45 @@ class Controls:
         )
 
     def has_changed(self) -> bool:
-        """Return whether the user did anything since the last call."""
+        """Return whether the user changed anything since the last call."""
         changed, self._changed = self._changed, False
         return changed
 
     def follow(self, state: RunState, now: float) -> None:
-        """Update the choices, and show that the run is stopping."""
+        """Update the menus, and show whether the run is stopping."""
         self._drawn = state, now
         if self._dots.value or self._menus:
-            self._follow_choices(state)
-        if state.attempt != self._attempt:  # the one before was stopped; this one can be, too
+            self._update_menus(state)
+        if (
+            state.attempt != self._attempt
+        ):  # the attempt before was stopped; this one can be stopped, too
             self._attempt, self._stopping = state.attempt, False
             self._button.description, self._button.disabled = "Stop", False
         stopping = self._stopping or state.status == "stopping"
         if stopping and not self._button.disabled:
             self._button.description, self._button.disabled = "stopping…", True
 
-    def _follow_choices(self, state: RunState) -> None:
-        """Offer what there is to choose, while ⋯ is pressed."""
+    def _update_menus(self, state: RunState) -> None:
+        """Offer the present choices, and show the menus while ⋯ is pressed."""
         talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
         offered = {
-            "chart": [_AUTOMATIC, *list(state.curves.all)[:MENU]],
+            "chart": [_AUTOMATIC, *list(state.curves.all)[: limits.MAX_DRAWN_RANKS]],
             "axis": list(_AXES) if state.curves.all else [],
-            "log": [_LAST, _EVERY, *talkers[:MENU]] if talkers else [],
-            "ranks": list(_RANKS) if 2 < state.world_size <= board.ROWS else [],
+            "log": [_LAST, _EVERY, *talkers[: limits.MAX_DRAWN_RANKS]] if talkers else [],
+            "ranks": list(_RANKS) if 2 < state.world_size <= limits.MAX_RANK_ROWS else [],
         }
         for name, options in offered.items():
             if len(options) < 2 + (name == "chart"):
                 continue
             if name not in self._menus:
                 self._menus[name] = self._menu(name, *options)
-            _offer(self._menus[name], options)
+            _set_options(self._menus[name], options)
         wanted = [*self._menus.values(), self._image_button] if self._dots.value else []
         if wanted != list(self.more.children):
             self.more.children = wanted
 
     def widgets(self) -> list[Any]:
-        """Return all widgets, also those not shown yet."""
+        """Return all widgets, also those that are not shown yet."""
         return [
             self.row,
             *self.row.children,
@@ -129,7 +129,7 @@ class Controls:
         ]
 
     def _on_click(self, _button: Any) -> None:
-        """Handle a click, on any thread."""
+        """Stop the run. May be called on any thread."""
         if not self._stopping:
             self._stop()
             self._stopping = self._changed = True
@@ -142,34 +142,34 @@ class Controls:
             self.panel.value = card.image(card.card(*self._drawn))
 
     def _on_stacks(self, _button: Any) -> None:
-        """Show or hide the stacks; a thread collects them, since that takes a moment."""
+        """Show or hide the stacks. A thread collects them, since that takes a moment."""
         if self.panel.value:
             self.panel.value = ""
-        elif self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._show_stacks, daemon=True)
-            self._asking.start()
+        elif self._stacks_thread is None or not self._stacks_thread.is_alive():
+            self._stacks_thread = threading.Thread(target=self._show_stacks, daemon=True)
+            self._stacks_thread.start()
 
     def _show_stacks(self) -> None:
         try:
             text = str(self._stacks())
-        except Exception as error:  # the folder is gone, a process list cannot be read
+        except Exception as error:  # a removed folder, or a process list that cannot be read
             text = f"{type(error).__name__}: {error}"
-        self.panel.value = board.preformatted(text)
+        self.panel.value = board.draw_preformatted(text)
 
     def close(self) -> None:
         """Wait for the thread that collects stacks."""
-        if self._asking is not None:
-            self._asking.join()
+        if self._stacks_thread is not None:
+            self._stacks_thread.join()
 
     def _on_dots(self, _change: Any) -> None:
-        """Show or hide the menus with the next drawing."""
+        """Request a drawing, which shows or hides the menus."""
         self._changed = True
 
     def _on_choice(self, _change: Any) -> None:
         self._changed = True
 
 
-def _offer(menu: Any, options: list[str]) -> None:
+def _set_options(menu: Any, options: list[str]) -> None:
     """Change the options of a menu and keep the choice."""
     if list(menu.options) != options and menu.value in options:
         chosen = menu.value

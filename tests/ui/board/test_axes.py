@@ -18,7 +18,7 @@ from nbtrain.ui.board import axes
     ],
 )
 def test_ticks_are_few_and_round(low: float, high: float, ticks: tuple[float, ...]) -> None:
-    found = axes.of_values(low, high, 4)
+    found = axes.value_scale(low, high, 4)
     assert found.ticks == pytest.approx(ticks)
     assert found.low <= low <= high <= found.high
 
@@ -27,7 +27,7 @@ def test_values_that_span_decades_get_a_logarithmic_axis() -> None:
     assert axes.spans_decades([1.0, 1e-3])
     assert not axes.spans_decades([1.0, 0.1])
     assert not axes.spans_decades([0.0, 1e9])
-    axis = axes.of_values(3e-5, 2.3, 4, log=True)
+    axis = axes.value_scale(3e-5, 2.3, 4, log=True)
     assert axis.log
     assert axis.low <= 3e-5 < 2.3 <= axis.high
     assert all(f"{tick:e}".startswith("1.0") for tick in axis.ticks)
@@ -35,10 +35,10 @@ def test_values_that_span_decades_get_a_logarithmic_axis() -> None:
 
 
 def test_the_axis_of_steps_changes_seldom_while_it_grows() -> None:
-    limits = {axes.of_steps(0, n, is_over=False, intervals=4).high for n in range(1, 1000)}
+    limits = {axes.step_scale(0, n, is_over=False, intervals=4).high for n in range(1, 1000)}
     assert len(limits) <= 22
-    assert axes.of_steps(0, 451, is_over=True, intervals=4).high == 451
-    assert axes.of_steps(0, 2, is_over=False, intervals=4).ticks == (0, 5, 10)
+    assert axes.step_scale(0, 451, is_over=True, intervals=4).high == 451
+    assert axes.step_scale(0, 2, is_over=False, intervals=4).ticks == (0, 5, 10)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_the_axis_of_steps_changes_seldom_while_it_grows() -> None:
 )
 def test_extreme_values_have_an_axis(bounds: tuple[float, float]) -> None:
     for log in (False, True):
-        axis = axes.of_values(*bounds, 4, log=log)
+        axis = axes.value_scale(*bounds, 4, log=log)
         assert axis.ticks
         assert axis.low < axis.high
 
 
 def test_ticks_are_worded_shortly() -> None:
     values = (0, 0.25, 1500, 20_000, 3e6, 1e-5, 2.5e-4, 1e15, -20_000)
-    assert [axes.label(v) for v in values] == [
+    assert [axes.format_tick(v) for v in values] == [
         "0",
         "0.25",
         "1500",

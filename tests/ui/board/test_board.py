@@ -17,7 +17,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.overview import epochs
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import EpochRow, RankState, RunState
-from nbtrain.ui import eta, text_summary
+from nbtrain.ui import eta, limits, text_summary
 from nbtrain.ui.board import board as html
 from nbtrain.ui.board import canvas, epoch_rows, header, log_panel, strips, theme
 from tests.support import board_states
@@ -296,7 +296,7 @@ def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
         ("loading", "epoch 1", "epoch 2", "only rank 2"),
     ]
     state = fold(start, [ev.Output(1, r, lines) for r, lines in enumerate(said)])
-    assert log_panel.merged(state, 12) == [
+    assert log_panel.merge_last_lines(state, 12) == [
         ("all ranks", "loading"),
         ("rank 0", "shard 0"),
         ("rank 1", "shard 1"),
@@ -304,13 +304,13 @@ def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
         ("ranks 0, 2", "epoch 2"),
         ("rank 2", "only rank 2"),
     ]
-    assert [line for _, line in log_panel.merged(state, 2)] == ["epoch 2", "only rank 2"]
+    assert [line for _, line in log_panel.merge_last_lines(state, 2)] == ["epoch 2", "only rank 2"]
 
 
 def test_lines_that_many_ranks_printed_name_all_of_them() -> None:
     start = RunState("train()", "fork", tuple(RankState(r) for r in range(200)), created=100.0)
     state = fold(start, [ev.Output(1, r, (f"shard {r}", "ready")) for r in range(200)])
-    assert log_panel.merged(state, 12)[-1] == ("all ranks", "ready")
+    assert log_panel.merge_last_lines(state, 12)[-1] == ("all ranks", "ready")
 
 
 def test_lines_that_differ_in_the_ranks_number_alone_are_one() -> None:
@@ -319,13 +319,16 @@ def test_lines_that_differ_in_the_ranks_number_alone_are_one() -> None:
         ev.Output(1, r, (f"shard {r} has 1,25{r % 10} images", f"rank {r}/12 up"))
         for r in range(12)
     ]
-    assert log_panel.merged(fold(start, said), 12)[-1] == ("all ranks", "rank <rank>/12 up")
+    assert log_panel.merge_last_lines(fold(start, said), 12)[-1] == (
+        "all ranks",
+        "rank <rank>/12 up",
+    )
     alike = [ev.Output(1, r, (f"shard {r} has 1,250 images",)) for r in range(12)]
-    assert log_panel.merged(fold(start, alike), 12) == [
+    assert log_panel.merge_last_lines(fold(start, alike), 12) == [
         ("all ranks", "shard <rank> has 1,250 images")
     ]
     two = [ev.Output(1, r, (f"epoch {r}",)) for r in range(2)]  # may be what they say
-    assert len(log_panel.merged(fold(start, two), 12)) == 2
+    assert len(log_panel.merge_last_lines(fold(start, two), 12)) == 2
 
 
 @pytest.mark.parametrize("name", ["succeeded", "failed", "flawed"])
@@ -351,14 +354,14 @@ def test_the_log_has_the_traceback_of_the_cause_alone() -> None:
     ]
     said = [ev.Output(1, r, lines) for r, lines in enumerate(logs)]
     ends = [ev.Ended(2 - r, r, f"ValueError: of rank {r}") for r in range(2)]
-    lines = [line for _, line in log_panel.merged(fold(start, [*said, *ends]), 60)]
+    lines = [line for _, line in log_panel.merge_last_lines(fold(start, [*said, *ends]), 60)]
     assert lines == ["epoch 1", *logs[1][1:]]
 
 
 def test_crossing_orders_end() -> None:
     start = RunState("train()", "fork", tuple(RankState(r) for r in range(2)), created=100.0)
     state = fold(start, [ev.Output(1, 0, ("a", "b") * 50), ev.Output(1, 1, ("b", "a") * 50)])
-    assert len(log_panel.merged(state, 60)) == 60
+    assert len(log_panel.merge_last_lines(state, 60)) == 60
 
 
 def test_the_static_log_can_be_read_rank_by_rank() -> None:
@@ -367,7 +370,7 @@ def test_the_static_log_can_be_read_rank_by_rank() -> None:
     assert "rank 3: 2 lines" in page.text
     failed = ev.Exited(150, 13, 1, "failed")
     many = Page(html.render(ended(board(20, failed)), 200.0))
-    assert len(many.all("summary")) == 2 + log_panel.ALONE + 1  # and the card
+    assert len(many.all("summary")) == 2 + limits.MAX_LISTED + 1  # and the card
     assert "Log by rank: 8 of 20" in many.text
     assert "rank 13: 2 lines" in many.text
 
@@ -440,9 +443,9 @@ def test_what_is_not_known_is_not_shown() -> None:
     (whole,) = page.all("div", **{"aria-label": "train()"})
     assert "aria-valuenow" not in whole
     assert "left in this epoch" in page.text
-    assert eta.of_run(plain) is None
+    assert eta.run_fraction(plain) is None
     nested, now = board_states.drawn_at("tqdm-4")
-    assert eta.of_run(nested) == pytest.approx((2 + 0.45) / 6)
+    assert eta.run_fraction(nested) == pytest.approx((2 + 0.45) / 6)
     assert eta.last_step(nested) == 600
     assert "ends at" in Page(html.render(nested, now)).text
 
@@ -576,7 +579,7 @@ def test_no_bar_is_green_before_the_run_is_over(name: str) -> None:
 
 
 def strips_of(state: RunState, now: float) -> strips.Strips:
-    made = canvas.canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
+    made = canvas.draw_canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
     assert made is not None
     assert made.strips is not None
     return made.strips
@@ -592,9 +595,9 @@ def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
     for name in ("ranks-64", "ranks-1024"):
         made = strips_of(*board_states.drawn_at(name))
         assert len(made.bands) == 64
-        assert len(strips.draw(made, 0, 1000)) <= canvas.LIVE_BYTES + 200
+        assert len(strips.draw(made, 0, 1000)) <= limits.LIVE_BOARD.strip_bytes + 200
     starting, now = board_states.drawn_at("importing")
-    assert canvas.canvas(starting, now, [], None) is None  # nothing to see yet
+    assert canvas.draw_canvas(starting, now, [], None) is None  # nothing to see yet
 
 
 def test_ranks_wait_for_one_that_is_short_of_data_also_once_the_run_is_over() -> None:
@@ -658,7 +661,7 @@ def test_the_ends_of_a_thousand_epochs_do_not_fill_the_canvas() -> None:
     rows = tuple(EpochRow(n, n, 0.05, ended=state.created) for n in range(1, 1001))
     first = replace(state.ranks[0], epochs=rows)
     many = replace(state, ranks=(first, *state.ranks[1:]))
-    made = canvas.canvas(many, now, canvas.curves_of(many)[:1], canvas.rate_of(many))
+    made = canvas.draw_canvas(many, now, canvas.curves_of(many)[:1], canvas.rate_of(many))
     assert made is not None
     assert len(made.marks) < before
     assert not any(label.text.startswith("epoch") for label in made.labels)

@@ -14,6 +14,7 @@ from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import PreviousRun, RankState, RunState
 from nbtrain.ui.board import board, canvas, strips, theme
+from nbtrain.ui.board.layout import CANVAS
 from tests.support import board_states
 from tests.support.kernel import Notebook
 
@@ -106,7 +107,7 @@ def picture(name: str) -> canvas.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
     state = stragglers.mark_slow_ranks(state)
-    made = canvas.canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
+    made = canvas.draw_canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
     assert made is not None
     return made
 
@@ -125,34 +126,34 @@ def places(path: str) -> list[tuple[float, float]]:
 def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     """Rank 3 of four waits for its data from step 240 on: all ranks step at half the pace."""
     made = picture("slow-data")
-    assert made.late is not None
+    assert made.late_steps is not None
     (end,) = (float(x.text) for x in made.labels if x.is_strong and x.text.isdigit())
     per_step = next(x.x for x in made.labels if x.text == str(int(end))) / end
-    first, last = (step * per_step * canvas.WIDTH for step in made.late)
+    first, last = (step * per_step * CANVAS.width_units for step in made.late_steps)
     (shade,) = re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)"', made.marks)
     assert [int(shade[0]), int(shade[0]) + int(shade[1])] == [
         pytest.approx(first, abs=4),
         pytest.approx(last, abs=4),
     ]
-    assert first == pytest.approx(240 * per_step * canvas.WIDTH, abs=8)
+    assert first == pytest.approx(240 * per_step * CANVAS.width_units, abs=8)
     (rate,) = re.findall(rf'd="([^"]*)" fill="none" stroke="{theme.GREY}"', made.marks)
     falls = [x for (x, y), (_, after) in pairwise(places(rate)) if after > y]
     assert falls[0] == pytest.approx(first, abs=12)  # the bump
     assert made.strips is not None
     waits = [i for i, letter in enumerate(made.strips.bands[3]) if letter == "d"]
-    late = [i * canvas.WIDTH / made.strips.columns for i in waits]
-    assert next(x for x in late if x > 0.7 * canvas.WIDTH) == pytest.approx(first, abs=8)
+    late = [i * CANVAS.width_units / made.strips.columns for i in waits]
+    assert next(x for x in late if x > 0.7 * CANVAS.width_units) == pytest.approx(first, abs=8)
     page = drawn(board_states.drawn_at("slow-data")[0])
-    assert f"the others 1 % (steps {made.late[0]}–{made.late[1]})" in page
+    assert f"the others 1 % (steps {made.late_steps[0]}–{made.late_steps[1]})" in page
 
 
 def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
     letters = {True: "c" * 20 + "dc" * 20 + "c" * 40, False: "c" * 100}
     bands = [letters[rank == 5] for rank in range(8)]
-    found = strips.waits_alone(strips.Strips(bands, list(range(8)), 200, None), 5)
+    found = strips.find_lone_wait(strips.Strips(bands, list(range(8)), 200, None), 5)
     assert found == (pytest.approx(0.1), pytest.approx(0.295))
     together = [letters[True]] * 8  # all wait: it is no single rank's
-    assert strips.waits_alone(strips.Strips(together, list(range(8)), 200, None), 5) is None
+    assert strips.find_lone_wait(strips.Strips(together, list(range(8)), 200, None), 5) is None
 
 
 def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:

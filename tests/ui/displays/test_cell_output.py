@@ -6,7 +6,7 @@ import pytest
 
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.state import RankState, RunState
-from nbtrain.ui.displays.cell_output import CellOutput, displayed, printed
+from nbtrain.ui.displays.cell_output import CellOutput, displayed_outputs, printed_lines
 from nbtrain.ui.displays.html_display import Display
 
 
@@ -16,33 +16,36 @@ def rank(number: int, *lines: str, shows: tuple[dict[str, str], ...] = ()) -> Ra
 
 
 def test_equal_lines_are_printed_once() -> None:
-    lines = list(printed([rank(0, "a", "b"), rank(1, "a", "b"), rank(2, "c")]))
+    lines = list(printed_lines([rank(0, "a", "b"), rank(1, "a", "b"), rank(2, "c")]))
     assert lines == ["[ranks 0–1] a", "[ranks 0–1] b", "[rank 2] c"]
 
 
 def test_the_exception_is_left_to_the_caller() -> None:
-    assert list(printed([rank(0, "a", ev.TRACEBACK_FOLLOWS, "Traceback")])) == ["[rank 0] a"]
+    assert list(printed_lines([rank(0, "a", ev.TRACEBACK_FOLLOWS, "Traceback")])) == ["[rank 0] a"]
 
 
 def test_lines_that_are_not_shown_are_counted() -> None:
     many = RankState(0, log=("last",), log_count=301)
-    assert list(printed([many])) == ["[rank 0] … 300 lines before: run.logs()", "[rank 0] last"]
+    assert list(printed_lines([many])) == [
+        "[rank 0] … 300 lines before: run.logs()",
+        "[rank 0] last",
+    ]
 
 
 def test_values_are_shown_by_rank_where_they_differ() -> None:
     ranks = [rank(r, shows=({"text/plain": text},)) for r, text in enumerate("112")]
-    assert list(displayed(ranks)) == ["[ranks 0–1] 1", "[rank 2] 2"]
+    assert list(displayed_outputs(ranks)) == ["[ranks 0–1] 1", "[rank 2] 2"]
 
 
 def test_a_figure_is_shown_of_the_first_rank() -> None:
     figure = {"text/plain": "<Figure>", "image/png": "iVBO"}
-    assert list(displayed([rank(0, shows=(figure,)), rank(1, shows=(figure,))])) == [figure]
+    assert list(displayed_outputs([rank(0, shows=(figure,)), rank(1, shows=(figure,))])) == [figure]
 
 
 def test_a_long_text_of_another_rank_is_left_out() -> None:
     table = {"text/plain": "a\n" * 9, "text/html": "<table>"}
     other = {"text/plain": "b\n" * 9, "text/html": "<table>"}
-    assert list(displayed([rank(0, shows=(table,)), rank(1, shows=(other,))])) == [table]
+    assert list(displayed_outputs([rank(0, shows=(table,)), rank(1, shows=(other,))])) == [table]
 
 
 def test_the_board_is_made_only_for_a_task_that_lasts(capsys: pytest.CaptureFixture[str]) -> None:

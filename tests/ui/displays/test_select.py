@@ -16,12 +16,9 @@ import pytest
 
 from nbtrain.system import host
 from nbtrain.tracking.state import RunState
+from nbtrain.ui import limits
 from nbtrain.ui.displays import select
 from nbtrain.ui.displays.html_display import (
-    BYTES_PER_SECOND,
-    INTERVAL,
-    SHARE,
-    SLOWEST,
     Pace,
     wire_size,
 )
@@ -425,8 +422,8 @@ def test_a_board_that_fails_for_a_while_hears_clicks_and_comes_back(notebook: No
 
     clicked: list[str] = []
     notebook.run(
-        "from nbtrain.ui.board import board\nfrom nbtrain.ui.displays import select\n"
-        "select.RETRY = 0.3\nparts = board._parts"
+        "from nbtrain.ui.board import board\nfrom nbtrain.ui import limits\n"
+        "limits.DRAW_RETRY_S = 0.3\nparts = board._parts"
     )
     out = notebook.run(
         "def failing(s, *a):\n"
@@ -438,7 +435,7 @@ def test_a_board_that_fails_for_a_while_hears_clicks_and_comes_back(notebook: No
         "board._parts = failing\n"
         "def train(): time.sleep(0.5); print('broken', flush=True); time.sleep(60)\n"
         "try: nbtrain.launch(train, num_processes=1)\n"
-        "finally: board._parts = parts; select.RETRY = 5.0",
+        "finally: board._parts = parts; limits.DRAW_RETRY_S = 5.0",
         during=click,
     )
     assert out.ename == "KeyboardInterrupt", out
@@ -560,13 +557,16 @@ def test_where_ranks_need_all_cores_drawing_takes_a_small_part_of_one(
 ) -> None:
     spent = iter(range(10_000))
     monkeypatch.setattr(time, "thread_time", lambda: 0.002 * next(spent))  # 2 ms a drawing
-    for per_core, interval in ((0.2, INTERVAL), (1.0, 0.002 / SHARE)):
+    for per_core, interval in (
+        (0.2, limits.MIN_DRAW_INTERVAL_S),
+        (1.0, 0.002 / limits.MAX_DRAW_CORE_SHARE),
+    ):
         load(per_core)
         pace, state, drawn = Pace(), RunState("name", "fork", (), 0.0), 0
         for look in range(600):
             if pace.is_due(replace(state), look / 10):
                 drawn += 1
-                pace.spent(10)
+                pace.record_drawing(10)
         assert drawn == pytest.approx(60 / interval, abs=2)
 
 
@@ -578,19 +578,19 @@ def test_a_drawing_that_takes_long_is_repeated_all_the_same(
     monkeypatch.setattr(time, "thread_time", lambda: float(next(spent)))
     pace, state = Pace(), RunState("name", "fork", (), 0.0)
     assert pace.is_due(state, 0.0)
-    pace.spent(10)
-    assert not pace.is_due(replace(state), SLOWEST - 0.1)
-    assert pace.is_due(replace(state), SLOWEST + 0.1)
+    pace.record_drawing(10)
+    assert not pace.is_due(replace(state), limits.MAX_DRAW_INTERVAL_S - 0.1)
+    assert pace.is_due(replace(state), limits.MAX_DRAW_INTERVAL_S + 0.1)
 
 
 @pytest.mark.usefixtures("load")
 def test_a_large_board_is_drawn_less_often() -> None:
     pace, state = Pace(), RunState("name", "fork", (), 0.0)
     assert pace.is_due(state, 0.0)
-    pace.spent(10)
+    pace.record_drawing(10)
     assert not pace.is_due(replace(state), 0.19)
     assert pace.is_due(replace(state), 0.21)
-    pace.spent(5 * BYTES_PER_SECOND)
+    pace.record_drawing(5 * limits.MAX_BYTES_PER_S)
     assert not pace.is_due(replace(state), 5.0)
     assert pace.is_due(replace(state), 5.3)
     assert (
@@ -603,4 +603,4 @@ def test_looks_that_come_late_do_not_slow_the_board_down() -> None:
     for every in (0.03, 0.07, 0.15, 0.19):  # seconds between two looks
         pace, state = Pace(), RunState("name", "fork", (), 0.0)
         drawn = sum(pace.is_due(replace(state), look * every) for look in range(int(60 / every)))
-        assert drawn == pytest.approx(60 / INTERVAL, abs=2), every
+        assert drawn == pytest.approx(60 / limits.MIN_DRAW_INTERVAL_S, abs=2), every
