@@ -1,0 +1,88 @@
+"""The ratchet of plain code: no room gets more lines, odd words or constants than it has.
+
+`tests/tools/plain_words.py` counts, and shows each hit. A ceiling may only fall: whoever makes a
+room smaller or plainer lowers its ceiling. Only a new part in a folder of its own raises the code
+lines of `parts`, by its weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from tests.tools.plain_words import PACKAGE, Room, is_odd_name, measure_rooms
+
+
+class Ceiling(NamedTuple):
+    """The most that a room may have."""
+
+    code_lines: int
+    wordings_per_1000: float
+    names_percent: float
+    constants: int
+
+
+CEILINGS = {
+    "(root)": Ceiling(200, 4.5, 0.0, 0),
+    "checks": Ceiling(1_890, 4.0, 0.0, 10),
+    "commands": Ceiling(1_070, 2.8, 1.3, 5),
+    "engines": Ceiling(1_590, 5.2, 0.0, 13),
+    "hangs": Ceiling(1_730, 4.7, 1.4, 23),
+    "lifecycle": Ceiling(2_020, 5.9, 1.2, 25),
+    "parts": Ceiling(7_140, 3.2, 8.4, 65),
+    "planning": Ceiling(2_030, 5.0, 0.0, 7),
+    "system": Ceiling(1_430, 6.4, 0.6, 10),
+    "tracking": Ceiling(2_710, 3.2, 0.9, 50),
+    "transport": Ceiling(2_750, 2.6, 0.0, 16),
+    "ui": Ceiling(3_720, 4.1, 1.2, 22),
+    "worker": Ceiling(3_810, 3.8, 4.5, 31),
+}
+
+
+@pytest.fixture(scope="module")
+def rooms() -> dict[str, Room]:
+    return measure_rooms()
+
+
+def test_every_room_has_a_ceiling(rooms: dict[str, Room]) -> None:
+    assert rooms.keys() == CEILINGS.keys()
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_no_room_grows_beyond_its_ceiling(name: str, rooms: dict[str, Room]) -> None:
+    room, ceiling = rooms[name], CEILINGS[name]
+    shown = "\n".join(room.hits)
+    assert room.code_lines <= ceiling.code_lines
+    assert room.wordings_per_1000 <= ceiling.wordings_per_1000, shown
+    assert room.names_percent <= ceiling.names_percent, shown
+    assert room.constants <= ceiling.constants
+    assert (room.one_word, room.no_unit) == (0, 0), shown
+
+
+@pytest.mark.parametrize(
+    ("name", "is_odd"),
+    [
+        ("_name_the_deaf", True),
+        ("of_run", True),
+        ("joined", True),
+        ("let_gone", True),
+        ("estimate_run", False),
+        ("_read_log_end", False),
+        ("__init__", False),
+    ],
+)
+def test_a_name_that_is_no_verb_is_odd(name: str, is_odd: bool) -> None:
+    assert is_odd_name(name) == is_odd
+
+
+def test_the_counter_sees_code_words_and_constants(tmp_path: object) -> None:
+    source = (
+        '"""Nobody looks."""\nWAIT = 1.0\n"""Seconds."""\n\n\ndef held():  # anew\n    return 1\n'
+    )
+    folder = PACKAGE.__class__(str(tmp_path)) / "room"
+    folder.mkdir()
+    (folder / "module.py").write_text(source)
+    room = measure_rooms(folder.parent)["room"]
+    assert (room.code_lines, room.odd_wordings, room.odd_names) == (3, 3, 1)
+    assert (room.constants, room.one_word, room.no_unit) == (1, 1, 1)
