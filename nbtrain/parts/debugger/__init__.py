@@ -5,5 +5,5 @@ from ...part import Part
 PART = Part(
     launch_side="debugger.conversation:DebuggerLaunch",
     rank_side="debugger.hooks:DebuggerRank",
-    provides={"look_again": "debugger.hooks:look_again"},
+    provides={"debug_failure": "debugger.hooks:debug_failure"},
 )

@@ -27,7 +27,7 @@ PATIENCE = timedelta(days=30)
 
 _active: Debugging | None = None
 _failed: BaseException | None = None
-"""What ended the last task of this process, kept for `look_again`."""
+"""What ended the last task of this process, kept for `debug_failure`."""
 
 
 class DebuggerRank(RankSide):
@@ -39,7 +39,7 @@ class DebuggerRank(RankSide):
         if not job.plan.is_post_mortem:
             _failed = None
         instrumentation.undo_later(_active.close)
-        instrumentation.replace(sys, "breakpointhook", _active.stop_here)
+        instrumentation.replace(sys, "breakpointhook", _active.open_at_caller)
         for module in ("pdb", "IPython.core.debugger"):
             instrumentation.patch(module, "set_trace", _active.set_trace)
         instrumentation.patch("pdb", "post_mortem", _active.post_mortem)
@@ -60,7 +60,7 @@ def _wait_for_ever(_original: Any, *_args: Any) -> timedelta:
     return PATIENCE
 
 
-def look_again() -> None:
+def debug_failure() -> None:
     """Open the debugger where the last task of a live rank failed."""
     if _failed is None:
         print("Nothing failed on this rank in the last cell.")
@@ -84,7 +84,7 @@ class Debugging:
 
     def set_trace(self, _original: Any, *_args: Any, **_options: Any) -> None:
         """Do what ``pdb.set_trace()`` does."""
-        self.stop_here()
+        self.open_at_caller()
 
     def post_mortem(self, original: Any, t: Any = None) -> None:
         """Do what ``pdb.post_mortem()`` does: open the debugger where an exception was raised."""
@@ -97,7 +97,7 @@ class Debugging:
         self._check("pdb.post_mortem")
         self.look_into(error)
 
-    def stop_here(self, *_args: Any, **_options: Any) -> None:
+    def open_at_caller(self, *_args: Any, **_options: Any) -> None:
         """Open the debugger at the caller. Raises `NbtrainError` if the notebook cannot answer."""
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return

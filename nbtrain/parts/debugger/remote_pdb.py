@@ -108,7 +108,7 @@ class NotebookFile:
                 f"{text[:MAX_SHOWN_CHARS]}\n… and {len(text) - MAX_SHOWN_CHARS:,} characters more\n"
             )
             text += message.get("prompt", "")
-        channel = self._connected()
+        channel = self._accept_channel()
         if channel is None:
             return False
         try:
@@ -117,7 +117,7 @@ class NotebookFile:
             return False
         return True
 
-    def _connected(self) -> Channel | None:
+    def _accept_channel(self) -> Channel | None:
         """Return the channel, once someone has connected."""
         while self._channel is None and self._listener is not None and not _is_to_stop():
             self._channel = self._listener.accept(STOP_CHECK_INTERVAL_S)

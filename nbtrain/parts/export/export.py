@@ -128,7 +128,7 @@ def _write(
     except SyntaxError as error:
         number = (error.lineno or 1) + len(raw) - len(raw.lstrip("\n"))  # IPython drops empty ones
         raise PlanError(f"{place}, line {number}: {error.msg}") from error
-    known = _leave_out(cells, failures, cell)
+    known = _comment_out_statements(cells, failures, cell)
     source = "\n\n\n".join("\n".join([f"# {c.place}", *c.lines]) for c in cells if any(c.lines))
     futures = dict.fromkeys(_FUTURE.findall(source))  # Python wants them first
     settings = _settings(source, options)
@@ -269,17 +269,17 @@ class _Statement:
         return all(isinstance(node, kinds) for node in self.nodes)
 
     @property
-    def typed(self) -> str:
+    def typed_line(self) -> str:
         """The line that only IPython can run, or else the first one."""
         magics = [i for i in self.lines if "get_ipython" in self.cell.lines[i]]
         first = [*magics, *self.lines][0]
         return str(self.cell.typed[first]).strip()
 
-    def comment_out(self, reason: str) -> None:
+    def make_comment(self, reason: str) -> None:
         for i in self.lines:
             typed = self.cell.typed[i]
             if "get_ipython" not in self.cell.lines[i]:
-                typed = self.cell.without_secrets[i]
+                typed = self.cell.masked_lines[i]
             shown = "(a line with a secret)" if has_secret(typed) else typed
             self.cell.lines[i] = f"# {shown}".rstrip()
         self.cell.lines[self.lines.start] += _LEFT_OUT + reason
@@ -313,12 +313,12 @@ class _NotebookCell:
             self.statements.append(_Statement(self, lines))
 
     @functools.cached_property
-    def without_secrets(self) -> list[str]:
+    def masked_lines(self) -> list[str]:
         """Its lines as they were before some became comments, without secrets."""
         return mask_source(self._python).split("\n")
 
 
-def _of_nbtrain(node: ast.stmt) -> set[str]:
+def _nbtrain_names(node: ast.stmt) -> set[str]:
     """Return the names that an import gives to nbtrain and to what is in it."""
     if isinstance(node, ast.Import):
         return {a.asname for a in node.names if a.name.split(".")[0] == "nbtrain" and a.asname}
@@ -330,7 +330,7 @@ def _of_nbtrain(node: ast.stmt) -> set[str]:
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
-def _leave_out(
+def _comment_out_statements(
     cells: Sequence[_NotebookCell], failures: Mapping[str, int], training: Cell
 ) -> set[str]:
     """Comment out what a script cannot run; return the parameters that get a variable's value.
@@ -344,7 +344,7 @@ def _leave_out(
     left: dict[_Statement, str] = {}
     makers: dict[str, _Statement] = {}
     launchers = {"nbtrain", "notebook_launcher", "debug_launcher"}
-    launchers |= {name for s in statements for node in s.nodes for name in _of_nbtrain(node)}
+    launchers |= {name for s in statements for node in s.nodes for name in _nbtrain_names(node)}
     for statement in statements:
         # A function reads a variable as it is when it is called; other code, as it is by then.
         statement.makers = {} if statement.is_only(*_DEFINITIONS) else dict(makers)
@@ -388,6 +388,6 @@ def _leave_out(
         is_magic = statement.is_ipythons and statement.is_only(ast.Expr)
         if statement.cell is cells[-1] and not is_magic:
             place = statement.cell.place
-            raise PlanError(f"{place}: `{statement.typed}` cannot be in a script: {reason}")
-        statement.comment_out(reason)
+            raise PlanError(f"{place}: `{statement.typed_line}` cannot be in a script: {reason}")
+        statement.make_comment(reason)
     return {name for name in filled if makers.get(name) not in left}

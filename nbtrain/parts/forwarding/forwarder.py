@@ -157,7 +157,7 @@ def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
     names = [receiver.name for receiver in _receivers(plan, folder)]
     try:
         with ready_to_fork():
-            between = fork_process(partial(_fork_again, plan, folder, ours, other))
+            between = fork_process(partial(_fork_forwarder, plan, folder, ours, other))
         with contextlib.suppress(ChildProcessError):  # reaped elsewhere: SIGCHLD is ignored
             os.waitpid(between, 0)
     except OSError:  # out of processes: the training does not need this one
@@ -167,7 +167,9 @@ def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
     return Forwarder(ours, names)
 
 
-def _fork_again(plan: Plan, folder: RunFolder, ours: socket.socket, other: socket.socket) -> int:
+def _fork_forwarder(
+    plan: Plan, folder: RunFolder, ours: socket.socket, other: socket.socket
+) -> int:
     ours.close()
     fork_process(partial(_forward, plan, folder, other))
     return 0

@@ -53,7 +53,7 @@ class RunTracker:
 
     def start(self, state: RunState) -> None:
         """Begin a run of the tracker, and send what is known before the ranks start."""
-        self._tracker = _begun(self.name, self._folder.path.name)
+        self._tracker = _start_tracker(self.name, self._folder.path.name)
         self._tracker.store_init_configuration(self._config(state))
         self._take_notes(state)
 
@@ -95,7 +95,7 @@ class RunTracker:
         }
         given = {k: "None" if v is None else v for k, v in info.parameters.items()}
         ours = {f"nbtrain/{key}": value for key, value in own.items()}
-        return {self._allowed(name): value for name, value in {**given, **ours}.items()}
+        return {self._clean_name(name): value for name, value in {**given, **ours}.items()}
 
     def _take_notes(self, state: RunState) -> None:
         for note in [*state.notes, state.hang]:
@@ -118,13 +118,13 @@ class RunTracker:
             self._tracker.log({name: text}, step=self._means.last)
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
-        self._tracker.log({self._allowed(name): v for name, v in values.items()}, step=step)
+        self._tracker.log({self._clean_name(name): v for name, v in values.items()}, step=step)
 
-    def _allowed(self, name: str) -> str:
+    def _clean_name(self, name: str) -> str:
         return re.sub(r"[^\w\-. :/]", "_", name) if self.name == "mlflow" else name
 
 
-def _begun(name: str, run: str) -> Any:
+def _start_tracker(name: str, run: str) -> Any:
     """Return Accelerate's tracker of this name, with a new run in it.
 
     It is made without Accelerate's state, which would initialise the devices that the ranks need.
@@ -200,11 +200,11 @@ class StepMeans:
                     self._open.setdefault(step, {}).setdefault(name, {})[rank] = float(value)
         passed = min(self._newest.values()) if len(self._newest) == world_size else -1
         late = self._time - STEP_TIMEOUT_S
-        return before + self._closed(lambda step: step < passed or self._began[step] < late)
+        return before + self._pop_steps(lambda step: step < passed or self._began[step] < late)
 
     def rest(self) -> list[tuple[int, dict[str, float]]]:
         """Return the steps that were not complete."""
-        return self._closed(lambda step: True)
+        return self._pop_steps(lambda step: True)
 
     def _rows(self, events: Iterable[ev.Event]) -> list[history.Row]:
         of_ranks: dict[int, list[ev.Event]] = {}
@@ -226,7 +226,7 @@ class StepMeans:
         rows.sort(key=lambda row: float(row["time"]))
         return rows
 
-    def _closed(self, is_closed: Callable[[int], bool]) -> list[tuple[int, dict[str, float]]]:
+    def _pop_steps(self, is_closed: Callable[[int], bool]) -> list[tuple[int, dict[str, float]]]:
         steps = []
         for step in sorted(filter(is_closed, self._open)):
             self._began.pop(step, None)

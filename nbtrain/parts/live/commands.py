@@ -30,7 +30,7 @@ _HINT = " (%nbtrain? shows the commands)"
 def command(typed: Typed) -> object:
     """Run a command, and print its result. Raises `PlanError`."""
     if typed.command == "stop":
-        are_there = live_ranks.current() is not None or live_ranks.lost() is not None
+        are_there = live_ranks.current() is not None or live_ranks.find_lost_ranks() is not None
         if not are_there or typed.text.strip():
             return PASS  # it is about a run
     if text := answer(typed.command, typed.text, typed.namespace):
@@ -42,7 +42,7 @@ def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
     """Carry out a command, and return what to print. Raises `PlanError`."""
     if name in ("start", "restart"):
         return _start(name, text, namespace)
-    ranks, lost = live_ranks.current(), live_ranks.lost()
+    ranks, lost = live_ranks.current(), live_ranks.find_lost_ranks()
     if name == "stop" and lost is not None:
         lost.stop()
         return "The live ranks have already ended"

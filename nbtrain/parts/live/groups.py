@@ -48,13 +48,13 @@ class ProcessGroups:
         return dist.PrefixStore("nbtrain-{}-{}".format(*self._keys), store)
 
     def _leave(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        was_in = _distributed() is not None
+        was_in = _distributed_module() is not None
         value = original(*args, **kwargs)
-        if was_in and _distributed() is None:
-            self._begin_again(self._keys[0], self._keys[1] + 1)
+        if was_in and _distributed_module() is None:
+            self._set_group_keys(self._keys[0], self._keys[1] + 1)
         return value
 
-    def _begin_again(self, generation: int, left: int) -> None:
+    def _set_group_keys(self, generation: int, left: int) -> None:
         """Give the next default group keys, and a name, of its own."""
         self._keys = (generation, left)
         with contextlib.suppress(Exception):  # torch's private counter, which restarts by itself
@@ -77,14 +77,14 @@ class ProcessGroups:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
                     if end.getpeername()[1] not in stores:
                         end.shutdown(socket.SHUT_RDWR)
-        dist = _distributed()
+        dist = _distributed_module()
         if dist is not None and _can_abort(backend := _backend(dist)):
             self._aborted = backend
             _abort(dist)
 
     def state(self) -> dict[str, Any]:
         """Return what the notebook must know after a task."""
-        dist, count = _distributed(), 0
+        dist, count = _distributed_module(), 0
         if dist is not None:
             with contextlib.suppress(Exception):  # a backend that does not count
                 count = dist.group.WORLD._get_sequence_number_for_group()
@@ -98,15 +98,15 @@ class ProcessGroups:
 
         All ranks call it with the same new number.
         """
-        dist = _distributed()
+        dist = _distributed_module()
         backend = self._aborted if dist is None else _backend(dist)
         self._is_broken, self._aborted = False, ""
         self._sockets.clear()
         if dist is not None and _can_abort(backend):
             _abort(dist)
-        if _distributed() is not None:
+        if _distributed_module() is not None:
             dist.destroy_process_group()
-        self._begin_again(generation, 0)
+        self._set_group_keys(generation, 0)
         if not (backend and forms):
             return []
         sys.modules["torch.distributed"].init_process_group(backend)
@@ -157,7 +157,7 @@ def _renew(module: Any) -> None:
     module.__setstate__(state)
 
 
-def _distributed() -> Any:
+def _distributed_module() -> Any:
     """Return torch.distributed, if this process is in a default group."""
     dist: Any = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None

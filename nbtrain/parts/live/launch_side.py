@@ -19,8 +19,9 @@ class LiveLaunch(LaunchSide):
     """Sends cells to live ranks; imports nothing where there never were any."""
 
     def place(self, options: Namespace) -> CellPlace | None:
-        ranks = None if options.new else _known("current")
-        if ranks is None and not options.new and (lost := _known("lost")) is not None:
+        ranks = None if options.new else _call_if_imported("current")
+        lost = _call_if_imported("find_lost_ranks") if ranks is None and not options.new else None
+        if lost is not None:
             raise PlanError(
                 f"{lost.end_reason}. This cell was not run. `%nbtrain restart` starts new live "
                 "ranks. After `%nbtrain stop`, each cell starts new ranks with the notebook's "
@@ -31,7 +32,7 @@ class LiveLaunch(LaunchSide):
         return None if ranks is None else _OnLiveRanks(ranks, options)
 
     def debug(self, error: BaseException) -> bool:
-        ranks = _known("current")
+        ranks = _call_if_imported("current")
         if ranks is None or ranks.error is not error:
             return False
         ranks.debug()
@@ -57,7 +58,7 @@ class _OnLiveRanks:
         return self._ranks.run_plan(plan, targets)
 
 
-def _known(function: str) -> LiveRanks | None:
+def _call_if_imported(function: str) -> LiveRanks | None:
     """Return the live ranks, if `live_ranks` has been imported."""
     module = sys.modules.get("nbtrain.parts.live.live_ranks")
     return None if module is None else getattr(module, function)()

@@ -118,7 +118,7 @@ def start(
             snapshot = Snapshot(notebook())
             with PreserveLastRun():
                 run = launcher.run_plan(plan)
-            ranks = _connected(run, listener, secret, snapshot)
+            ranks = _wait_for_ranks(run, listener, secret, snapshot)
     finally:  # once the ranks have connected, too: a kernel that is killed would leave it
         shutil.rmtree(folder, ignore_errors=True)
     if idle_timeout is not None:
@@ -142,7 +142,7 @@ _OPTIONS = (
 )
 
 
-def _connected(run: Run, listener: Listener, secret: str, snapshot: Snapshot) -> LiveRanks:
+def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapshot) -> LiveRanks:
     """Wait until each rank has connected. Raises `LaunchError`, and then ends them."""
     global _live, _live_pid
     channels: dict[int, Channel] = {}
@@ -194,14 +194,14 @@ def current() -> LiveRanks | None:
     return None
 
 
-def lost() -> LiveRanks | None:
+def find_lost_ranks() -> LiveRanks | None:
     """Return ranks that have ended and were not stopped or replaced."""
     if _live is None or _live_pid != os.getpid() or not _live.has_ended or _live.was_stopped:
         return None
     return _live
 
 
-def _in_use(
+def _exclusive_use(
     method: Callable[Concatenate[LiveRanks, _P], _T],
 ) -> Callable[Concatenate[LiveRanks, _P], _T]:
     """Let the ranks do one thing at a time, and do not count them as idle."""
@@ -267,8 +267,8 @@ class LiveRanks:
         self.error: BaseException | None = None
         """What the last task of a cell raised."""
         self._failed = 0  # the rank that caused it
-        self._behind: Run | None = None  # the last task in the background
-        self._behind_on: Sequence[int] = ()
+        self._background_run: Run | None = None  # the last task in the background
+        self._background_ranks: Sequence[int] = ()
         self._is_free = threading.Event()  # of it
         self._is_free.set()
         self._news = ""
@@ -293,9 +293,9 @@ class LiveRanks:
         return self.world_size
 
     def __repr__(self) -> str:
-        return f"<LiveRanks: {plural(self.world_size, 'rank')}, {self._said()}>"
+        return f"<LiveRanks: {plural(self.world_size, 'rank')}, {self._status_text()}>"
 
-    def _said(self) -> str:
+    def _status_text(self) -> str:
         if self.has_ended:
             return "stopped"
         dead = self.dead()
@@ -370,7 +370,7 @@ class LiveRanks:
         over = {r.rank for r in self._run.state.ranks if r.is_over} if self._are_far else set()
         for descriptor, _ in poller.poll(0 if ended else 1000 * timeout) if by_descriptor else ():
             rank = by_descriptor.pop(descriptor)
-            message = self._received(rank)
+            message = self._receive_message(rank)
             if message != {}:
                 messages[rank] = message
         for rank in over.intersection(by_descriptor.values()):  # a host that is lost hangs up not
@@ -379,7 +379,7 @@ class LiveRanks:
             messages[rank] = None
         return messages
 
-    def _received(self, rank: int) -> Message | None:
+    def _receive_message(self, rank: int) -> Message | None:
         """Return the next message of a rank, `{}` where it was a part of a file; None: it ended."""
         try:
             message, data = self._channels[rank].receive()
@@ -457,13 +457,13 @@ class LiveRanks:
         """
         targets = list(range(self.world_size)) if ranks is None else list(ranks)
         if plan.is_background:
-            return self._run_behind(plan, targets)
+            return self._run_in_background(plan, targets)
         return self._run_now(plan, targets)
 
-    @_in_use
+    @_exclusive_use
     def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
         try:
-            run = self._launched(plan, targets)
+            run = self._launch_task(plan, targets)
         except BaseException as error:  # including an interrupt: `debug` needs the last exception
             self.error = error
             self._failed = _cause(last_run())
@@ -473,7 +473,7 @@ class LiveRanks:
             self._say_news()
         return run
 
-    def _run_behind(self, plan: Plan, targets: Sequence[int]) -> Run:
+    def _run_in_background(self, plan: Plan, targets: Sequence[int]) -> Run:
         """Run a task in the background. Raises `PlanError` if one is there already."""
         self._check_is_whole()
         if busy := self._busy_with():
@@ -488,16 +488,16 @@ class LiveRanks:
         self._say_news()
         self._last_use = time.monotonic()
         self._is_free.clear()
-        self._behind = None
+        self._background_run = None
         try:
-            self._behind = self._launched(plan, targets)
-            self._behind_on = targets
+            self._background_run = self._launch_task(plan, targets)
+            self._background_ranks = targets
         except BaseException:  # including an interrupt: no other code sets it
             self._is_free.set()
             raise
-        return self._behind
+        return self._background_run
 
-    def _launched(self, plan: Plan, targets: Sequence[int]) -> Run:
+    def _launch_task(self, plan: Plan, targets: Sequence[int]) -> Run:
         self._recover()  # an interrupt may have come before it was done
         self._check_is_whole()
         if isinstance(plan.task, Cell):
@@ -509,7 +509,7 @@ class LiveRanks:
             task_values.keep_references(plan.task)
             read = task_values.all_variables(plan.task)
             sent = {name: value for name, value in read.items() if name not in has}
-            if changed := self.variables.changed(read, has):
+            if changed := self.variables.find_changes(read, has):
                 names = ", ".join(f"`{name}`" for name in changed)
                 text = f"the notebook's {names} changed after the ranks got it."
                 noticed = [
@@ -538,7 +538,7 @@ class LiveRanks:
         """Return what a rank does now."""
         if rank in self.dead():
             return ""
-        if (busy := self._busy_with()) and rank in self._behind_on:
+        if (busy := self._busy_with()) and rank in self._background_ranks:
             return busy
         return f"idle for {format_duration(time.monotonic() - self._last_use)}"
 
@@ -546,21 +546,23 @@ class LiveRanks:
         """Return what the ranks do in the background; '' for nothing."""
         if self._is_free.is_set() or self.has_ended:
             return ""
-        return f"`{self._behind.state.name}`" if self._behind is not None else "a cell"
+        return (
+            f"`{self._background_run.state.name}`" if self._background_run is not None else "a cell"
+        )
 
     def _is_settling(self) -> bool:
         """Whether a background task has ended, and the ranks are prepared for the next."""
-        return self._behind is not None and self._behind.state.is_over
+        return self._background_run is not None and self._background_run.state.is_over
 
     def _wait_for_background(self) -> None:
         """Print a message and wait until the ranks are free. An interrupt ends only the wait."""
         if threading.current_thread() is threading.main_thread():
-            if (busy := self._busy_with()) and self._behind is not None:
+            if (busy := self._busy_with()) and self._background_run is not None:
                 if not self._is_settling():
                     print(
                         f"The ranks are busy with {busy} in the background. Waiting until it ends."
                     )
-                self._behind.wait()
+                self._background_run.wait()
                 self._is_free.wait()
             self._say_news()
 
@@ -570,7 +572,7 @@ class LiveRanks:
         if news:
             print(news, flush=True)
 
-    @_in_use
+    @_exclusive_use
     def debug(self, rank: int | None = None) -> None:
         """Open the debugger at the line where the last task failed.
 
@@ -586,14 +588,14 @@ class LiveRanks:
             )
         if prompt.find() is None:
             raise PlanError("the debugger needs a notebook or a terminal in which you can type")
-        if self._behind is not None and self._behind is last_run():
-            self.error, self._failed = self._behind.exception, _cause(self._behind)
+        if self._background_run is not None and self._background_run is last_run():
+            self.error, self._failed = self._background_run.exception, _cause(self._background_run)
         if self.error is None:
             raise PlanError("no cell has failed on these ranks since the last one that worked")
         self._check_is_whole()
         target = self._failed if rank is None else rank
         self._check_rank(target)
-        call = Call(part.load_provided("debugger", "look_again", "`ranks.debug()`"))
+        call = Call(part.load_provided("debugger", "debug_failure", "`ranks.debug()`"))
         plan = Plan(call, "debug", is_post_mortem=True, view="none", telemetry=(), sync=False)
         with PreserveLastRun():
             launcher.run_plan(plan, engine=LiveEngine(self, [target]))
@@ -642,7 +644,7 @@ class LiveRanks:
         if was_cut_off and self.device == "xla":
             self._news = f"{self._news} {_TPU_CUT_OFF}".lstrip()
 
-    @_in_use
+    @_exclusive_use
     def _ask(
         self,
         ranks: Iterable[int],
@@ -751,7 +753,7 @@ class LiveRanks:
             list(map(variable_name, names)), rank, self._pull_in_place if is_whole else None
         )
 
-    @_in_use
+    @_exclusive_use
     def _pull_in_place(self, names: Sequence[str], notebook: dict[str, Any]) -> None:
         cell = Cell("\n".join([*names, "None"]), "<pull>", notebook)
         title = f"pull {', '.join(names)}"
@@ -790,8 +792,8 @@ class LiveRanks:
         if os.getpid() != _live_pid:
             return
         self._is_stopped.set()
-        if self._busy_with() and self._behind is not None:
-            self._behind._watcher.request_stop(how)  # type: ignore[union-attr]
+        if self._busy_with() and self._background_run is not None:
+            self._background_run._watcher.request_stop(how)  # type: ignore[union-attr]
             self._is_free.wait(TASK_GRACE_S)
         for rank in list(self._channels):
             self._channels.pop(rank).close()

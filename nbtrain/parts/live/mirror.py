@@ -19,7 +19,7 @@ READ_INTERVAL_S = 0.05
 
 
 @contextlib.contextmanager
-def mirrored(channel: Channel, task: int, place: str, rank: int) -> Iterator[RunFolder]:
+def mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterator[RunFolder]:
     """Yield a folder in `place`. At the end of the block, it is copied home and deleted."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix=f"task-{task}-", dir=place)))
     is_over = threading.Event()

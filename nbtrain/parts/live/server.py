@@ -179,7 +179,7 @@ class LiveRank:
 
     def _run_task(self, message: Message, data: int | None) -> Message:
         assert data is not None
-        with self._task_folder(message) as folder, self._in_folder(folder):
+        with self._task_folder(message) as folder, self._use_folder(folder):
             try:
                 plan, classes = self._plan(message, data)
             # The user's classes may raise anything while they are unpickled.
@@ -218,7 +218,7 @@ class LiveRank:
         """Give the folder of a task's run; where that is on another host, one that is copied."""
         home, of_process = RunFolder(Path(message["folder"])), main.job_of_process
         assert of_process is not None
-        copied = mirror.mirrored(self._channel, message["id"], of_process.scratch, self._rank)
+        copied = mirror.mirror_folder(self._channel, message["id"], of_process.scratch, self._rank)
         with contextlib.nullcontext(home) if self._channel.passes_files else copied as folder:
             self._folder = folder
             try:
@@ -227,7 +227,7 @@ class LiveRank:
                 self._folder = None
 
     @contextlib.contextmanager
-    def _in_folder(self, folder: RunFolder) -> Iterator[None]:
+    def _use_folder(self, folder: RunFolder) -> Iterator[None]:
         """Have this process print and report to the folder of a run, and answer questions there."""
         reporter, stopper = api.active, stopping.active
         stdout, stderr = os.dup(1), os.dup(2)
@@ -255,7 +255,7 @@ class LiveRank:
 
     def _get(self, message: Message, _data: int | None) -> Message:
         asked = {key: message[key] for key in ("names", "limit", "has", "pulled")}
-        file = values.packed(self._namespace, **asked)
+        file = values.pack_variables(self._namespace, **asked)
         return {"data": os.dup(file.fileno())}
 
     def _put(self, message: Message, data: int | None) -> Message:
@@ -276,7 +276,7 @@ class LiveRank:
         return {"layouts": layouts}
 
     def _describe(self, _message: Message, _data: int | None) -> Message:
-        return {"variables": values.described(self._namespace)}
+        return {"variables": values.describe_variables(self._namespace)}
 
     def new_names(self) -> Message:
         """Return the variables that are new to the notebook, and those that were deleted."""

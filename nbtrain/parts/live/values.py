@@ -22,7 +22,7 @@ _DULL = (ModuleType, FunctionType, type)
 _SHELL = ("In", "Out", "exit", "quit", "get_ipython", "open")
 
 
-def packed(
+def pack_variables(
     namespace: Mapping[str, Any],
     names: Sequence[str],
     limit: int | None,
@@ -51,7 +51,7 @@ def packed(
             refers = {i: part for i, part in refers.items() if part[0] != name}
             if limit is None and _order(value) in (1, 2):
                 steps = find_parts({name: value})
-                if lost := [every[i][0] for i in steps if _is_lost(i, refers, every)]:
+                if lost := [every[i][0] for i in steps if _is_missing(i, refers, every)]:
                     raise NbtrainError(f"it trains `{lost[0]}`: pull that, too")
             if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
                 raise NbtrainError(
@@ -66,7 +66,7 @@ def packed(
     return fill_memory_file(lambda file: pickle.dump(values, file, protocol=5))
 
 
-def _is_lost(key: int, refers: Mapping[int, Part], every: Mapping[int, Part]) -> bool:
+def _is_missing(key: int, refers: Mapping[int, Part], every: Mapping[int, Part]) -> bool:
     """Whether a part belongs to a model of the rank's that the notebook has not got."""
     return key not in refers and every[key][1] == "tensor"
 
@@ -77,7 +77,7 @@ def _order(value: Any) -> int:
     return next((i for i, is_kind in enumerate(kinds) if is_kind(value)), len(kinds))
 
 
-def described(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
+def describe_variables(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return name, type, shape, dtype, device, bytes and a checksum of each variable."""
     found = []
     for name, value in public(namespace).items():

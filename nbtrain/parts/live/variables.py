@@ -37,7 +37,7 @@ class Variables:
         self._ask = ask
         self.names, self.snapshot = names, snapshot
 
-    def changed(self, values: Mapping[str, Any], has: Collection[str]) -> list[str]:
+    def find_changes(self, values: Mapping[str, Any], has: Collection[str]) -> list[str]:
         """Return which of the notebook's variables the ranks have as something else."""
         names = [name for name in values if name in has]
         return [name for name in names if self.snapshot.differs(name, values[name])]
@@ -161,12 +161,12 @@ class Variables:
         self.snapshot.take(known, own)
         rest = [name for name in names if name not in known]
         if rest:
-            fetched = self._sent(rest, rank, list(known), own)
+            fetched = self._fetch_from(rest, rank, list(known), own)
             own.update(fetched)
             self.snapshot.take(fetched, fetched)
 
     def _load_copies(self, known: Mapping[str, Any], rank: int) -> None:
-        fetched = self._sent(known, rank)
+        fetched = self._fetch_from(known, rank)
         for name, value in fetched.items():  # all, before any of the notebook's is changed
             own_layout = layout(known[name], known)
             if own_layout is None or layout(value, fetched) != own_layout:
@@ -178,7 +178,7 @@ class Variables:
         for name, value in fetched.items():
             load_state(known[name], dump_state(value))
 
-    def _sent(
+    def _fetch_from(
         self,
         names: Iterable[str],
         rank: int,

@@ -16,7 +16,7 @@ Example = Callable[[], Inputs]
 """Returns the arguments to call a model with."""
 
 
-def of_shape(model: Any, shape: tuple[int, ...]) -> list[Example]:
+def make_examples(model: Any, shape: tuple[int, ...]) -> list[Example]:
     """Return examples of a shape that the model may accept, the likely one first."""
     name = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
@@ -91,13 +91,13 @@ def like(model: Any, batch: Any, wanted: int) -> Example:
     rows, many = rows_of(batch), isinstance(batch, (list, tuple))
     inputs = batch[: _positions(model, len(batch))] if many else batch
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
         fits = tensor.dim() and tensor.shape[0] == rows
         shape = (wanted, *tensor.shape[1:]) if fits else tensor.shape
         return torch.zeros(shape, dtype=tensor.dtype)
 
     def example() -> Inputs:
-        made = tree_map_only(torch.Tensor, resized, inputs)
+        made = tree_map_only(torch.Tensor, resize, inputs)
         if isinstance(made, dict):
             return (), made
         return (tuple(made) if many else (made,)), {}

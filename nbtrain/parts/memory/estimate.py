@@ -104,7 +104,7 @@ def _anatomy(
     step = Step(model, optimizer, precision, shards, on_gpu=room.device == "cuda")
     if isinstance(batch, (str, int)):
         shape = _shape(str(batch))
-        examples = batches.of_shape(model, shape)
+        examples = batches.make_examples(model, shape)
     else:
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         shape = (rows or batches.rows_of(batch),)

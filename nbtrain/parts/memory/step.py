@@ -98,7 +98,7 @@ class Step:
         errors: list[Exception] = []
         for example in examples:
             try:
-                with self._without_memory():
+                with self._fake_tensors():
                     return self._count(example, loss)
             except PlanError:
                 raise
@@ -111,7 +111,7 @@ class Step:
         ) from errors[0]
 
     @contextlib.contextmanager
-    def _without_memory(self) -> Iterator[None]:
+    def _fake_tensors(self) -> Iterator[None]:
         like_gpu = gpu_kernels() if self._on_gpu else contextlib.nullcontext()
         is_training = torch.set_grad_enabled(self._optimizer is not None)
         with self._fake, like_gpu, is_training, warnings.catch_warnings():
@@ -135,7 +135,7 @@ class Step:
             with torch.autocast("cpu", dtype=self._half, enabled=self._half is not None):
                 output = model(*args, **kwargs)
             # As from a model that Accelerate prepared, in full precision.
-            output = tree_map_only(torch.Tensor, _widened, output)
+            output = tree_map_only(torch.Tensor, _to_float32, output)
             number = _loss_of(output) if loss is None else loss(output)
             after_forward = parts("current")
             if optimizer is not None:
@@ -146,7 +146,7 @@ class Step:
                 optimizer.step()
                 peaks[STEP] = parts("peak")  # of all so far: the same if that was larger
         if self._shards > 1:
-            peaks = {phase: self._sharded(peak, phase) for phase, peak in peaks.items()}
+            peaks = {phase: self._shard_parts(peak, phase) for phase, peak in peaks.items()}
             gradients = self._shard(gradients)
         most = peaks[PASSES]._replace(
             gradients=gradients,
@@ -160,7 +160,7 @@ class Step:
         """Return the bytes that one rank holds of what FSDP shares."""
         return size * self._stored // self._shards
 
-    def _sharded(self, parts: Parts, phase: str) -> Parts:
+    def _shard_parts(self, parts: Parts, phase: str) -> Parts:
         """Return the parts of one rank under FSDP, which gathers weights for the passes alone."""
         names = ["weights", "gradients", "optimizer_states"]
         names += ["temporary"] if phase == STEP else []
@@ -283,7 +283,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in _HALF.values() else tensor
 
 

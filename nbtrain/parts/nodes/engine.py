@@ -93,7 +93,7 @@ class MultinodeEngine(ForkEngine):
         """Return what runs the task in a rank, once the ranks of all nodes are there."""
         call = super().caller(job, rank)
 
-        def call_when_all_are_there(task: Task) -> Any:
+        def call_after_join(task: Task) -> Any:
             self._store = Meeting(self.nodes, job, rank).join()
             try:
                 return call(task)
@@ -103,7 +103,7 @@ class MultinodeEngine(ForkEngine):
                         _name_this_node(error, self.nodes)
                 raise
 
-        return call_when_all_are_there
+        return call_after_join
 
     def run_rank(self, job: Job, rank: int) -> int:
         """Run the rank; on node 0, the first rank stays until no rank needs the store."""

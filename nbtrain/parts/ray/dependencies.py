@@ -22,7 +22,7 @@ LOCAL_BYTES = 20 << 20
 _SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
 
 
-def needed(task: Task) -> list[str]:
+def find_packages(task: Task) -> list[str]:
     """Return the packages and modules, by their first name, that a task's code and values need.
 
     Python's own are not among them, nor what only a library of those imports.
@@ -44,19 +44,21 @@ def _modules(task: Task) -> Iterator[str]:
     """Yield the first names of modules that the task's code imports or its values come from."""
     if isinstance(task, Cell):
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | task.flags
-        yield from _imported(compile(task.source, task.filename, "exec", flags, dont_inherit=True))
+        yield from _iterate_imports(
+            compile(task.source, task.filename, "exec", flags, dont_inherit=True)
+        )
     for reference in references(task):
         value = reference.value
         if type(value) is ModuleType:
             yield value.__name__.partition(".")[0]
         elif type(value) is FunctionType and is_pickled_by_value(value):
-            yield from _imported(value.__code__)
+            yield from _iterate_imports(value.__code__)
         else:
             home = value if isinstance(value, (type, FunctionType)) else type(value)
             yield str(getattr(home, "__module__", "") or "").partition(".")[0]
 
 
-def _imported(code: CodeType) -> Iterator[str]:
+def _iterate_imports(code: CodeType) -> Iterator[str]:
     for part in code_within(code):
         for step in dis.get_instructions(part):
             if step.opname == "IMPORT_NAME":
@@ -65,7 +67,7 @@ def _imported(code: CodeType) -> Iterator[str]:
 
 def beside(task: Task, folder: Path) -> bool:
     """Whether a task needs a module that lies in `folder`, the notebook's."""
-    for name in needed(task):
+    for name in find_packages(task):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and Path(file).is_relative_to(folder) and "site-packages" not in file:
             return True

@@ -120,7 +120,7 @@ class Driver:
                 if name == "close":
                     await self._cancel(pending)
                 call = functools.partial(getattr(self, name), *args, **kwargs)
-                pending.append(loop.create_task(self._carry_out(call, pending[-1:])))
+                pending.append(loop.create_task(self._answer_request(call, pending[-1:])))
         await self._cancel(pending)
 
     def _receive(self) -> Any:
@@ -138,7 +138,7 @@ class Driver:
                 if task.cancelled():
                     self._report("refusal", "it was cancelled")
 
-    async def _carry_out(
+    async def _answer_request(
         self, call: Callable[[], Awaitable[Any]], before: Sequence[asyncio.Task[None]]
     ) -> None:
         """Do what was requested, after the request `before` it, and answer."""
@@ -171,7 +171,7 @@ class Driver:
     async def nodes(self) -> list[Node]:
         """Return what the nodes of the cluster have that was joined for an earlier run."""
         self._is_free = False
-        return await self._reserved().nodes()
+        return await self._require_reservation().nodes()
 
     async def address(self) -> tuple[str, str]:
         """Return where others join the cluster, and its `auth_mode`: Ray 2.59 sets one itself."""
@@ -179,12 +179,12 @@ class Driver:
 
     async def reserve(self, request: NodeRequest) -> int:
         """Reserve nodes, as soon as they have room; return their number."""
-        return await self._reserved().reserve(request)
+        return await self._require_reservation().reserve(request)
 
     async def place(self, request: NodeRequest) -> list[str]:
         """Reserve nodes, and start an actor on each; return the notes about them."""
         self._request = request
-        return await self._reserved().place(request)
+        return await self._require_reservation().place(request)
 
     async def store_payload(self, path: str) -> None:
         """Put the ranks' payload into the object store, where each node fetches it once."""
@@ -194,7 +194,7 @@ class Driver:
 
     async def start(self, order: NodeOrder) -> tuple[dict[int, int], dict[int, str]]:
         """Start the ranks of an order; return the process and the node of each."""
-        reserved = self._reserved()
+        reserved = self._require_reservation()
         if order.job.attempt > 1:
             await self.close()
             await reserved.place(self._request, again=True)
@@ -208,7 +208,7 @@ class Driver:
             raise LaunchError(reason) from None
         # Now: the launcher may hand the run over to another process when it has begun.
         manifest = home.manifest.read_bytes()
-        is_shared = all(await self._on_all(lambda m: m.call(NodeRanks.sees_home, manifest)))
+        is_shared = all(await self._on_all(lambda m: m.call(NodeRanks.has_run_folder, manifest)))
         await self._on_all(lambda m: m.call(NodeRanks.keep_checkpoints, is_shared))
         clock.follow(order.clock)
         pids = await self._on_all(lambda m: _start_on(m, ports[0]))
@@ -227,7 +227,7 @@ class Driver:
 
     # Steps of the requests
 
-    def _reserved(self) -> Reservation:
+    def _require_reservation(self) -> Reservation:
         if self._reservation is None:
             raise LaunchError("the process that talks to Ray is not connected to a cluster")
         return self._reservation
@@ -390,7 +390,7 @@ class Driver:
             await asyncio.wait(closing, timeout=4.0)
             for task, member in closing.items():
                 if not task.done() or task.exception() is not None:
-                    self._reserved().end_actor(member.node.id, member.actor)
+                    self._require_reservation().end_actor(member.node.id, member.actor)
         if self._reservation is not None:
             self._reservation.release()
 

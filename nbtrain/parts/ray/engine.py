@@ -103,7 +103,7 @@ class DriverClient:
             self._connection.send((method.__name__, args, kwargs))
             self._unanswered += 1
         except OSError as error:
-            raise self._ended() from error
+            raise self._driver_error() from error
 
     def answer(
         self, patience: float | None = None, on_message: Callable[[str, Any], None] | None = None
@@ -140,7 +140,7 @@ class DriverClient:
                     self.last_answer = messages[-1][0]
         except (EOFError, OSError) as error:
             if not messages:  # else at the next call: its last messages count
-                raise self._ended() from error
+                raise self._driver_error() from error
         return messages
 
     @property
@@ -148,7 +148,7 @@ class DriverClient:
         """Whether a request was not answered yet."""
         return self._unanswered > 0
 
-    def _ended(self) -> LaunchError:
+    def _driver_error(self) -> LaunchError:
         output = b""
         with contextlib.suppress(OSError, ValueError):
             output = os.pread(self._output.fileno(), 1 << 16, 0)
@@ -189,7 +189,7 @@ class _Kept:
 _kept: _Kept | None = None
 
 
-def _leave_kept() -> None:
+def _forget_driver() -> None:
     """Leave the driver to the process that this one was forked from: it ends with that alone."""
     global _kept
     if _kept is not None:
@@ -197,7 +197,7 @@ def _leave_kept() -> None:
         _kept = None
 
 
-os.register_at_fork(after_in_child=_leave_kept)
+os.register_at_fork(after_in_child=_forget_driver)
 
 
 class _OwnCluster:
@@ -294,8 +294,8 @@ class RayEngine(Engine):
         if able < most and plan.wait_for_nodes:
             needed = bundle(per_node, each)
             request = NodeRequest((least, most), per_node, needed, plan.wait_for_nodes)
-            self._connected().send(Driver.reserve, request)
-            able = self._connected().answer(on_message=_printer(plan))
+            self._require_client().send(Driver.reserve, request)
+            able = self._require_client().answer(on_message=_printer(plan))
         count = min(most, max(least, able))
         if count < most:
             ranks = f"{count * per_node} of {most * per_node} ranks"
@@ -339,9 +339,9 @@ class RayEngine(Engine):
 
         Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
         """
-        client, (least, most) = self._connected(), plan.spread or (1, 1)
+        client, (least, most) = self._require_client(), plan.spread or (1, 1)
         per_node = (plan.num_processes or 1) // most
-        modules = {name: name in sys.modules for name in dependencies.needed(plan.task)}
+        modules = {name: name in sys.modules for name in dependencies.find_packages(plan.task)}
         request = NodeRequest(
             nodes=(least, most),
             per_node=per_node,
@@ -390,14 +390,17 @@ class RayEngine(Engine):
         order = NodeOrder(part, str(Path.cwd()), clock.offset(), modules=self._modules)
         for rank in range(job.world_size):  # of an earlier attempt, whose processes are gone
             job.folder.stacks(rank).unlink(missing_ok=True)
-        client, logs = self._connected(), [job.folder.path / node_events(i) for i in range(most)]
+        client, logs = (
+            self._require_client(),
+            [job.folder.path / node_events(i) for i in range(most)],
+        )
         tails = [event_tail(path) for path in logs]
         for tail, path in zip(tails, logs, strict=True):  # after the events of earlier attempts
             tail.skip_to(path.stat().st_size if path.exists() else 0)
         client.send(Driver.start, order)
         return RemoteRanks(job, client, tails)
 
-    def _connected(self) -> DriverClient:
+    def _require_client(self) -> DriverClient:
         if self._client is None:
             raise LaunchError("the connection to the cluster was closed")
         return self._client

@@ -165,7 +165,7 @@ class NodeRanks:
         """The port of the store that the first node keeps; 0 on others."""
         return int(self._listener.getsockname()[1]) if self._listener is not None else 0
 
-    def sees_home(self, manifest: bytes) -> bool:
+    def has_run_folder(self, manifest: bytes) -> bool:
         """Whether this node sees the launcher's disk: the run folder with this manifest."""
         with contextlib.suppress(OSError):
             return self._home.manifest.read_bytes() == manifest

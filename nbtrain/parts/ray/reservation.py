@@ -300,7 +300,7 @@ class Reservation:
         if lost := [id for id in ids.values() if id not in by_id]:
             raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
-            placing = (self._placed(request, index, by_id[ids[index]]) for index in sorted(ids))
+            placing = (self._place_node(request, index, by_id[ids[index]]) for index in sorted(ids))
             self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACEMENT_TIMEOUT_S)
         except asyncio.TimeoutError:
             for id in self._lasting.keys() & {*ids.values()}:  # so that it is not called again
@@ -310,7 +310,7 @@ class Reservation:
             ) from None
         return check_nodes(self.placed, request, here)
 
-    async def _placed(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
+    async def _place_node(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
         """Return a node of the group with an actor, a new one unless an earlier one is left.
 
         Raises Ray's errors.

@@ -21,7 +21,7 @@ from ...planning.secrets import mask_source
 from ...system.host import usable_cpus
 from ...system.text import plural, shorten, with_article
 from .report import ScalingReport, Size
-from .timed_function import timed
+from .timed_function import time_steps
 
 USAGE = (
     "%nbtrain scaling [--ranks 1,2,4] [--repeat N] [-e, -p, --downcast-bf16, --config, --env, "
@@ -141,7 +141,7 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
     threads = plan.env.get(_THREADS, os.environ.get(_THREADS, ""))
     if not threads.isdecimal() or int(threads) < 1:
         threads = str(max(1, usable_cpus() // max(ranks)))
-    task = replace(plan.task, function=timed(plan.task.function))
+    task = replace(plan.task, function=time_steps(plan.task.function))
     env = {**plan.env, _THREADS: threads}
     quiet = replace(plan, task=task, env=env, view="none", sync=False, scaling=True)
     sizes = {number: Size(number) for number in sorted(ranks)}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def timed(function: Callable[..., Any]) -> Callable[..., tuple[list[float], int]]:
+def time_steps(function: Callable[..., Any]) -> Callable[..., tuple[list[float], int]]:
     """Return a function that calls another one in a rank, and returns when its steps ended.
 
     It returns the seconds at which steps ended, and the world size. The steps are those of the
@@ -27,7 +27,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., tuple[list[float], int]
         first: Any = None
         world_size = 1
 
-        def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        def record_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
             nonlocal first, world_size
             first = optimizer if first is None else first
             if dist.is_available() and dist.is_initialized():
@@ -39,7 +39,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., tuple[list[float], int]
             elif first is optimizer:
                 ends.append(time.monotonic())
 
-        hook = register_optimizer_step_post_hook(stepped)
+        hook = register_optimizer_step_post_hook(record_step)
         try:
             function(*args, **kwargs)
         finally:

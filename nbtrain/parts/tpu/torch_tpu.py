@@ -77,7 +77,7 @@ def launch_environment(ranks: int, given: Mapping[str, str]) -> dict[str, str]:
     try:
         process = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _ASK, str(ranks)],
-            env={**_inherited(os.environ), **given},
+            env={**_clean_environ(os.environ), **given},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,7 +93,7 @@ def launch_environment(ranks: int, given: Mapping[str, str]) -> dict[str, str]:
     raise LaunchError(f"torch_tpu cannot launch {ranks} ranks on this host: {lines[-1]}")
 
 
-def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+def _clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out what an earlier call in the kernel set: torch_tpu would not change it."""
     stale = (ADDRESSES, TOPOLOGY) if ADDRESSES in environ else ()
     return {name: value for name, value in environ.items() if name not in stale}

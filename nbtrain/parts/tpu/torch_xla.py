@@ -62,15 +62,15 @@ class XlaEngine(ForkEngine):
 
     def caller(self, job: Job, rank: int) -> Callable[[Task], Any]:
         """Return what runs the task in a rank."""
-        return partial(_as_one_of_many, job, rank)
+        return partial(_call_as_rank, job, rank)
 
 
-def _as_one_of_many(job: Job, rank: int, task: Task) -> Any:
+def _call_as_rank(job: Job, rank: int, task: Task) -> Any:
     xla.forget_place(os.environ, keep=job.plan.env)
     with _joining(rank):
         devices = xla.join(rank, job.world_size)
     if job.scratch:
-        move_one_at_a_time(Path(job.scratch, "move"))
+        serialize_moves(Path(job.scratch, "move"))
     if len(devices) > 1:
         value: Any = _on_each(devices, task)
     else:
@@ -136,12 +136,12 @@ def with_own_models(task: Task) -> Task:
     """
     memo: dict[int, Any] = {}
     if isinstance(task, Cell):
-        return replace(task, namespace=_copied(task.namespace, memo))
-    arguments = _copied(dict(enumerate(task.args)), memo)
-    return Call(task.function, tuple(arguments.values()), _copied(task.kwargs, memo))
+        return replace(task, namespace=_copy_models(task.namespace, memo))
+    arguments = _copy_models(dict(enumerate(task.args)), memo)
+    return Call(task.function, tuple(arguments.values()), _copy_models(task.kwargs, memo))
 
 
-def _copied(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+def _copy_models(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
     module = getattr(sys.modules.get("torch.nn"), "Module", ())
     return {
         name: copy.deepcopy(value, memo) if isinstance(value, module) else value
@@ -149,7 +149,7 @@ def _copied(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
     }
 
 
-def move_one_at_a_time(lock: Path) -> None:
+def serialize_moves(lock: Path) -> None:
     """Move large models to the devices of this host's ranks one rank at a time.
 
     While it moves, a model is in memory twice and more, and a small host has no room for that in

@@ -16,7 +16,7 @@ from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.part import Typed
 from nbtrain.parts.scaling import measure
 from nbtrain.parts.scaling.report import ScalingReport, Size
-from nbtrain.parts.scaling.timed_function import timed
+from nbtrain.parts.scaling.timed_function import time_steps
 from nbtrain.planning import task_values
 from nbtrain.planning.plan import Call
 from tests.support.kernel import Notebook
@@ -191,7 +191,7 @@ def test_what_is_looked_at_is_the_users_function() -> None:
     def body(count: int) -> Any:
         return own(count)
 
-    plain, wrapped = (Call(f, (3,)) for f in (body, timed(body)))
+    plain, wrapped = (Call(f, (3,)) for f in (body, time_steps(body)))
     assert task_values.function_of(wrapped.function) is body
     values = [{id(r.value) for r in task_values.references(each)} for each in (plain, wrapped)]
     assert id(own) in values[0] <= values[1]
