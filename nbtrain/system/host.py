@@ -241,7 +241,7 @@ def _cgroup_quota(base: Path) -> float | None:
 
 
 def is_crowded() -> bool:
-    """Whether nearly as many processes have been running as there are cores, for about a minute.
+    """Whether the load of the last minute was close to the number of cores.
 
     Then the launcher's work delays a rank, and with it all ranks that wait for that one. The result
     is kept for 5 s, because it needs a file.

@@ -42,7 +42,7 @@ def scope() -> Iterator[None]:
 
 
 def undo_later(undo: Undo) -> None:
-    """Call `undo` at the end of the current `scope`, or never if there is none."""
+    """Call `undo` at the end of the current `scope`; without a scope, never."""
     for scope in _open_scopes()[-1:]:
         scope.append(undo)
 

@@ -142,7 +142,7 @@ def xla_library() -> Any:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has used XLA, after which its forks cannot use it."""
+    """Return whether this process has used XLA. Then its forks cannot use it."""
     # Private: 2.5 to 2.9.
     return bool(getattr(xla_library(), "_xla_runtime_is_initialized", bool)())
 

@@ -49,11 +49,11 @@ class StopOnRequest(Observer):
         """Whether the rank was asked to stop and goes on."""
         return bool(self._heard) and not self._raised
 
-    def stepped(self, optimizer: Any) -> None:
+    def on_step(self, optimizer: Any) -> None:
         """Take note that an optimizer has stepped."""
         self.is_stepping = self._has_stepped = True
 
-    def before_next(self, fetch: bool) -> None:
+    def on_fetch_or_backward(self, fetch: bool) -> None:
         """Raise KeyboardInterrupt if it is due, and a step lies behind: the next one begins here.
 
         It begins where its batch is fetched, else where it goes backward. Not in code that asks

@@ -136,50 +136,50 @@ def handler_of(folder: Path) -> StopOnRequest:
     """A handler whose rank was asked to stop, and heard it once."""
     (folder / "stop").touch()
     handler = StopOnRequest(folder / "stop")
-    handler.stepped(None)
+    handler.on_step(None)
     handler(signal.SIGINT, None)
     return handler
 
 
 def test_an_interrupt_without_a_request_of_the_launcher_is_none(tmp_path: Path) -> None:
     handler = StopOnRequest(tmp_path / "stop")
-    handler.stepped(None)
+    handler.on_step(None)
     handler(signal.SIGINT, None)
-    handler.before_next(fetch=False)
+    handler.on_fetch_or_backward(fetch=False)
     assert not handler.is_due
     with pytest.raises(KeyboardInterrupt):
-        handler_of(tmp_path).before_next(fetch=False)
+        handler_of(tmp_path).on_fetch_or_backward(fetch=False)
 
 
 def test_it_is_raised_where_the_next_step_begins_and_once(tmp_path: Path) -> None:
     handler = handler_of(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        handler.before_next(fetch=True)
+        handler.on_fetch_or_backward(fetch=True)
     handler(signal.SIGINT, None)
-    handler.stepped(None)
-    handler.before_next(fetch=True)
+    handler.on_step(None)
+    handler.on_fetch_or_backward(fetch=True)
 
 
 def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Path) -> None:
     handler = StopOnRequest(tmp_path / "stop")
     (tmp_path / "stop").touch()
-    handler.before_next(fetch=True)
-    handler.stepped(None)
-    handler.before_next(fetch=True)
+    handler.on_fetch_or_backward(fetch=True)
+    handler.on_step(None)
+    handler.on_fetch_or_backward(fetch=True)
     handler(signal.SIGINT, None)
-    handler.before_next(fetch=True)  # the second part of a batch: no step since
-    handler.stepped(None)
-    handler.before_next(fetch=False)  # the generator's turn: its batch is the same
-    handler.stepped(None)
+    handler.on_fetch_or_backward(fetch=True)  # the second part of a batch: no step since
+    handler.on_step(None)
+    handler.on_fetch_or_backward(fetch=False)  # the generator's turn: its batch is the same
+    handler.on_step(None)
     with pytest.raises(KeyboardInterrupt):
-        handler.before_next(fetch=True)
+        handler.on_fetch_or_backward(fetch=True)
 
 
 def test_a_step_in_another_thread_leaves_the_interrupt_to_the_main_one(tmp_path: Path) -> None:
     handler = handler_of(tmp_path)
-    thread = threading.Thread(target=handler.before_next, kwargs={"fetch": True})
+    thread = threading.Thread(target=handler.on_fetch_or_backward, kwargs={"fetch": True})
     thread.start()
     thread.join()
     assert handler.is_due
     with pytest.raises(KeyboardInterrupt):
-        handler.before_next(fetch=False)
+        handler.on_fetch_or_backward(fetch=False)

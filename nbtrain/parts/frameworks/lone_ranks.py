@@ -37,11 +37,11 @@ class LoneRanks(Observer):
         self._before = frameworks_in_use()
         self._trains_with_torch = api.optimizer_steps > 0
 
-    def first_stepped(self, optimizer: Any) -> None:
+    def on_first_step(self, optimizer: Any) -> None:
         """Note that an optimizer of torch's trains."""
         self._trains_with_torch = True
 
-    def finish(self, wait: bool) -> None:
+    def on_training_end(self, wait: bool) -> None:
         """Write a note about what the ranks used separately; one rank writes it for all."""
         new = sorted(set(frameworks_in_use()) - set(self._before))
         if not wait or not new or self._trains_with_torch or is_in_group() or is_in_world():

@@ -16,7 +16,7 @@ from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
 from ...transport.job import Job
 from ...worker import hooks
-from ...worker.hooks.guard import guarded
+from ...worker.hooks.guard import guard_step
 from ...worker.rank_sides import RankSide
 from . import LIBRARIES, VARIABLES
 
@@ -65,7 +65,7 @@ class FrameworksRank(RankSide):
 
             self._models = find_models(job.plan)
 
-    @guarded("connecting ranks of TensorFlow and JAX")
+    @guard_step("connecting ranks of TensorFlow and JAX")
     def _join(self, _module: object = None) -> None:
         """Let the libraries find the other ranks; once a task."""
         if self._has_joined:
@@ -81,7 +81,7 @@ class FrameworksRank(RankSide):
             if own.rank == 0 and "steps" in plan.telemetry:
                 hooks.add(LoneRanks(plan.task, self._writer))
 
-    @guarded("setting TF_CONFIG")
+    @guard_step("setting TF_CONFIG")
     def _set_variables(self) -> None:
         from . import joining, world
 
@@ -106,7 +106,7 @@ class FrameworksRank(RankSide):
             abandon_jax()
 
 
-@guarded("watching TensorFlow, JAX and Keras")
+@guard_step("watching TensorFlow, JAX and Keras")
 def _watch(
     name: str, sources: Collection[str], writer: EventWriter, rank: int, module: ModuleType
 ) -> None:

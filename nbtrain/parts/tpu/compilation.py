@@ -49,10 +49,10 @@ class CompilationMeter(Observer):
         self._lock, self._over = threading.Lock(), threading.Event()
 
     def start(self) -> None:
-        """Read the counts from now on, until `finish`."""
+        """Read the counts from now on, until `on_training_end`."""
         threading.Thread(target=self._watch, name="nbtrain-compiling", daemon=True).start()
 
-    def finish(self, wait: bool) -> None:
+    def on_training_end(self, wait: bool) -> None:
         """Read a last time. Live ranks stop reading; others read until their results are sent."""
         self.look()
         if not self._ranks_stay:
@@ -61,9 +61,9 @@ class CompilationMeter(Observer):
         with self._lock:
             if self._is_reported:
                 self._is_reported = False
-                tell("phase", "")
+                tell("on_phase", "")
 
-    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
+    def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Remember the shapes in a batch: a program fits only the shapes it was compiled for."""
         shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
         if not shapes or shapes in self._shapes or len(self._shapes) > MOST_SHAPES:
@@ -84,7 +84,7 @@ class CompilationMeter(Observer):
             under_way = self._is_under_way(counts)
             if under_way != self._is_reported:
                 self._is_reported = under_way
-                tell("phase", "compiling" if under_way else "")
+                tell("on_phase", "compiling" if under_way else "")
             self._done = min(self._done, counts.done)  # the user may have cleared the counts
             if counts.done > self._done:
                 self._done, now = counts.done, clock.now()

@@ -112,10 +112,10 @@ class ResultSender:
 
     @property
     def looks_at_steps(self) -> bool:
-        """Whether `first_stepped` has anything to do."""
+        """Whether `on_first_step` has anything to do."""
         return bool(self._sent)
 
-    def first_stepped(self, optimizer: Any) -> None:
+    def on_first_step(self, optimizer: Any) -> None:
         """Report changes of the models that an optimizer begins to train. A hook calls this."""
         self._stepped.add(id(optimizer))
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -29,26 +29,26 @@ from .observer import EVENTS, Observer, listeners, tell
 __all__ = ["Observer", "add", "begin_steps", "begin_task", "drop", "tell"]
 
 _WATCH = {
-    "optimizer_made": (steps.watch_made,),
-    "first_stepped": (steps.watch_steps,),
-    "stepped": (steps.watch_steps,),
-    "before_next": (),  # comes with the patches for losses or batches
-    "scaling": (losses.watch,),
-    "backward": (losses.watch,),
-    "indexes_drawn": (batches.watch,),
-    "batch": (batches.watch,),
-    "batches_are_shared": (trainer.watch,),
-    "pass_ended": (batches.watch,),
-    "module_built": (models.watch_building,),
-    "wrapped": (models.watch_wrapping,),
-    "autocast": (models.watch_autocast,),
-    "phase": (phases.watch,),
-    "logged": (trainer.watch, lightning.watch_logs, fastai.watch),
-    "accelerate_logs": (accelerate.watch,),
-    "computes_loss": (trainer.watch_losses,),
-    "trainer_moved": (trainer.watch,),
-    "fitting": (lightning.watch_fitting,),
-    "bar": (progress_bars.watch,),
+    "on_optimizer_init": (steps.watch_creation,),
+    "on_first_step": (steps.watch_steps,),
+    "on_step": (steps.watch_steps,),
+    "on_fetch_or_backward": (),  # comes with the patches for losses or batches
+    "on_loss_scaling": (losses.watch,),
+    "on_backward": (losses.watch,),
+    "on_batch_indexes": (batches.watch,),
+    "on_batch": (batches.watch,),
+    "on_shared_batches": (trainer.watch,),
+    "on_loader_end": (batches.watch,),
+    "on_module_change": (models.watch_building,),
+    "on_model_wrap": (models.watch_wrapping,),
+    "on_autocast": (models.watch_autocast,),
+    "on_phase": (phases.watch,),
+    "on_log": (trainer.watch, lightning.watch_logs, fastai.watch),
+    "on_accelerate_log": (accelerate.watch,),
+    "on_trainer_loss": (trainer.watch_losses,),
+    "on_trainer_progress": (trainer.watch,),
+    "on_lightning_epoch": (lightning.watch_fitting,),
+    "on_bar": (progress_bars.watch,),
 }
 """The functions that patch a library for an event, now or when it is imported.
 
@@ -68,7 +68,7 @@ def keep() -> None:
 
     Patching them for each task would take 1 ms. Bars are left out, because each task resets them.
     """
-    for event in _WATCH.keys() - {"bar"}:
+    for event in _WATCH.keys() - {"on_bar"}:
         for watch in _WATCH[event]:
             watch()
         _lasting.add(event)

@@ -17,5 +17,5 @@ def _log(
     original: Any, accelerator: Any, values: Any, step: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(accelerator, values, step, *args, **kwargs)
-    tell("accelerate_logs", accelerator, values, step)
+    tell("on_accelerate_log", accelerator, values, step)
     return result

@@ -29,23 +29,23 @@ def watch() -> None:
 def _next(original: Any, it: Any) -> Any:
     if getattr(_thread, "is_loading", False):
         return original(it)
-    tell("before_next", True)
+    tell("on_fetch_or_backward", True)
     began = time.monotonic()
     _thread.is_loading = True
     try:
         batch = original(it)
     except StopIteration:
-        tell("pass_ended", it)
+        tell("on_loader_end", it)
         raise
     finally:
         _thread.is_loading = False
-    tell("batch", it, batch, began, _reads_ahead(sys._getframe(2)))
+    tell("on_batch", it, batch, began, _reads_ahead(sys._getframe(2)))
     return batch
 
 
 def _next_index(original: Any, it: Any) -> Any:
     indexes = original(it)
-    tell("indexes_drawn", it, indexes)
+    tell("on_batch_indexes", it, indexes)
     return indexes
 
 

@@ -25,4 +25,4 @@ def _tell(recorder: Any) -> None:
     named = dict(zip(recorder.metric_names, recorder.log, strict=False))
     values = {str(k): v for k, v in named.items() if k != "epoch" and isinstance(v, (int, float))}
     if values:
-        tell("logged", values, None)
+        tell("on_log", values, None)

@@ -24,7 +24,7 @@ def stop(purpose: str, error: Exception) -> None:
     print(f"nbtrain: {purpose} stopped ({reason}); the training continues", file=sys.stderr)
 
 
-def guarded(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def guard_step(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Keep errors of a function out of the user's step.
 
     At the first error, all that serves the same purpose stops.
@@ -32,19 +32,19 @@ def guarded(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
     def guard(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def guarded(*args: Any) -> None:
+        def guarded_call(*args: Any) -> None:
             if purpose not in broken and not is_asleep:
                 try:
                     function(*args)
                 except Exception as error:  # tensors and samplers of any kind may raise anything
                     stop(purpose, error)
 
-        return guarded
+        return guarded_call
 
     return guard
 
 
-telemetry = guarded("telemetry")
+telemetry = guard_step("telemetry")
 """Guards what has no purpose of its own."""
 
 

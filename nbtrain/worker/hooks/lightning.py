@@ -20,7 +20,7 @@ def watch_logs() -> None:
 def _log_metrics(original: Any, connector: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(connector, metrics, *args, **kwargs)
     if metrics and not connector.trainer.sanity_checking:  # without a logger it comes here, too
-        tell("logged", metrics, int(connector.trainer.global_step))
+        tell("on_log", metrics, int(connector.trainer.global_step))
     return result
 
 
@@ -31,5 +31,5 @@ def watch_fitting() -> None:
 
 
 def _advance(original: Any, fit_loop: Any) -> Any:
-    tell("fitting", fit_loop)
+    tell("on_lightning_epoch", fit_loop)
     return original(fit_loop)

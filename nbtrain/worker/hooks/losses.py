@@ -62,12 +62,12 @@ def divisor(loss: Any) -> int:
 
 
 def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    tell("before_next", False)
+    tell("on_fetch_or_backward", False)
     if _is_paused:
         return original(tensor, *args, **kwargs)
     loss = getattr(tensor, _UNSCALED, None)
     if loss is not None or not _is_scaling:
-        tell("backward", tensor if loss is None else loss)
+        tell("on_backward", tensor if loss is None else loss)
     # A subclass's backward comes here again, from its `__torch_function__`.
     is_subclass = type(tensor) is not sys.modules["torch"].Tensor
     return _pause_observers(is_subclass, original, tensor, *args, **kwargs)
@@ -76,7 +76,7 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Notify of the loss that a library gets, scales and calls backward on."""
     if not _is_paused:  # else one library calls another
-        tell("backward", loss)
+        tell("on_backward", loss)
     return _pause_observers(True, original, engine, loss, *args, **kwargs)
 
 
@@ -84,7 +84,7 @@ def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
     """Note the loss behind a product: backward is called on the product."""
     scaled = original(scaler, outputs)
     if scaled is not outputs:  # the same where it is not enabled
-        tell("scaling")
+        tell("on_loss_scaling")
         if not _is_paused:
             _remember_unscaled(outputs, scaled)
     return scaled

@@ -18,71 +18,71 @@ class Observer:
 
     purpose = "telemetry"
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def on_optimizer_init(self, optimizer: Any) -> None:
         """An optimizer of torch's or fastai's is about to be made: its id may be of a dead one."""
 
-    def first_stepped(self, optimizer: Any) -> None:
-        """An optimizer has made its first step of this task; `stepped` comes next."""
+    def on_first_step(self, optimizer: Any) -> None:
+        """An optimizer has made its first step of this task; `on_step` comes next."""
 
-    def stepped(self, optimizer: Any) -> None:
+    def on_step(self, optimizer: Any) -> None:
         """An optimizer has made a step; the gradients are still there."""
 
-    def before_next(self, fetch: bool) -> None:
+    def on_fetch_or_backward(self, fetch: bool) -> None:
         """The code is about to fetch a batch, or, without `fetch`, to call backward."""
 
-    def scaling(self) -> None:
+    def on_loss_scaling(self) -> None:
         """A scaler scales a loss, before backward."""
 
-    def backward(self, loss: Any) -> None:
+    def on_backward(self, loss: Any) -> None:
         """Backward is called for a loss, given as it was before a scaler or library changed it."""
 
-    def indexes_drawn(self, iterator: Any, indexes: Any) -> None:
+    def on_batch_indexes(self, iterator: Any, indexes: Any) -> None:
         """An iterator of torch's loader knows which samples a batch will be of."""
 
-    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
+    def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """An iterator of torch's loader gives a batch.
 
         It was requested at `began` (`time.monotonic`), by the user's code, or, with `is_ahead`, by
         Accelerate's loader one batch ahead.
         """
 
-    def batches_are_shared(self, times: int) -> None:
+    def on_shared_batches(self, times: int) -> None:
         """From now on each batch is given `times` times, for different parts of it, as in GRPO."""
 
-    def pass_ended(self, iterator: Any) -> None:
+    def on_loader_end(self, iterator: Any) -> None:
         """An iterator of torch's loader has ended."""
 
-    def module_built(self, module: Any) -> None:
+    def on_module_change(self, module: Any) -> None:
         """A part was added to a module."""
 
-    def wrapped(self, wrapper: Any) -> None:
+    def on_model_wrap(self, wrapper: Any) -> None:
         """DDP, FSDP or DeepSpeed has wrapped a model, or FSDP 2 the parameters of a part of one."""
 
-    def autocast(self, context: Any) -> None:
+    def on_autocast(self, context: Any) -> None:
         """Autocast begins."""
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         """A phase begins that is no training, such as "saving"; with "" one has ended."""
 
-    def logged(self, values: Any, step: int | None) -> None:
+    def on_log(self, values: Any, step: int | None) -> None:
         """Transformers' Trainer, Lightning or fastai has logged values."""
 
-    def accelerate_logs(self, accelerator: Any, values: Any, step: int | None) -> None:
+    def on_accelerate_log(self, accelerator: Any, values: Any, step: int | None) -> None:
         """``accelerator.log`` was called, on any rank and for any tracker."""
 
-    def computes_loss(self, trainer: Any, items: Any) -> None:
+    def on_trainer_loss(self, trainer: Any, items: Any) -> None:
         """Transformers' Trainer computes a loss that it divides by `items`, or by None."""
 
-    def trainer_moved(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
+    def on_trainer_progress(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
         """Transformers' Trainer, which began at step `first`, is somewhere in an epoch, from 1."""
 
-    def fitting(self, fit_loop: Any) -> None:
+    def on_lightning_epoch(self, fit_loop: Any) -> None:
         """Lightning's loop begins an epoch."""
 
-    def bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
+    def on_bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
         """A bar of tqdm's or fastprogress' has moved; `shown` are fields of `events.Progress`."""
 
-    def finish(self, wait: bool) -> None:
+    def on_training_end(self, wait: bool) -> None:
         """The training has ended. With `wait`, wait for values that are copied to the host."""
 
 
@@ -94,7 +94,7 @@ listeners: dict[str, tuple[tuple[str, Callable[..., None]], ...]] = dict.fromkey
 
 
 def tell(event: str, *args: Any) -> None:
-    """Notify the observers of an event. Catches errors as `guarded` does, once for all."""
+    """Notify the observers of an event. Catches errors as `guard_step` does, once for all."""
     if guard.is_asleep:
         return
     for purpose, method in listeners[event]:

@@ -29,11 +29,11 @@ def _join(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _during(phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    tell("phase", phase)
+    tell("on_phase", phase)
     try:
         return original(*args, **kwargs)
     finally:
-        tell("phase", "")
+        tell("on_phase", "")
 
 
 def _watch_compiler(module: ModuleType) -> None:
@@ -45,4 +45,4 @@ def _watch_compiler(module: ModuleType) -> None:
 
 
 def _compiler(phase: str, *_: Any) -> None:
-    tell("phase", phase)
+    tell("on_phase", phase)

@@ -141,7 +141,7 @@ def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern
         return
     shown = {"n": done, "total": total, "elapsed": _seconds(bar), **texts}
-    tell("bar", bar._nbtrain_id, closed, shown)
+    tell("on_bar", bar._nbtrain_id, closed, shown)
 
 
 def _plain(number: Any) -> float:

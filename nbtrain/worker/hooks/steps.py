@@ -26,14 +26,14 @@ def forget_steps() -> None:
     _known.clear()
 
 
-def watch_made() -> None:
+def watch_creation() -> None:
     """Notify before an optimizer is created."""
     for owner in ("torch.optim.optimizer", "fastai.optimizer"):
         patch(f"{owner}:Optimizer", "__init__", _init)
 
 
 def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    tell("optimizer_made", optimizer)
+    tell("on_optimizer_init", optimizer)
     original(optimizer, *args, **kwargs)
 
 
@@ -74,8 +74,8 @@ def _notify(optimizer: Any) -> None:
     known = _known.get(id(optimizer))
     if known is None or known() is not optimizer:
         _known[id(optimizer)] = weakref.ref(optimizer)
-        tell("first_stepped", optimizer)
-    tell("stepped", optimizer)
+        tell("on_first_step", optimizer)
+    tell("on_step", optimizer)
 
 
 def _step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ def _watch(module: Any) -> None:
         first = epoch = 0  # the step and the epoch of its start, not 0 after a restart
 
         def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
-            tell("batches_are_shared", getattr(args, "steps_per_generation", None) or 1)
+            tell("on_shared_batches", getattr(args, "steps_per_generation", None) or 1)
             self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
             self._report_position(state)
 
@@ -33,16 +33,16 @@ def _watch(module: Any) -> None:
             self._report_position(state)
 
         def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            tell("batches_are_shared", 1)
+            tell("on_shared_batches", 1)
             self._report_position(state, is_over=True)
 
         def _report_position(self, state: Any, is_over: bool = False) -> None:
-            tell("trainer_moved", state, self.first, self.epoch, is_over)
+            tell("on_trainer_progress", state, self.first, self.epoch, is_over)
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
             if numbers:
-                tell("logged", numbers, int(state.global_step))
+                tell("on_log", numbers, int(state.global_step))
 
     replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, TellObservers])
 
@@ -54,5 +54,5 @@ def watch_losses() -> None:
 
 def _compute_loss(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     items = kwargs.get("num_items_in_batch", args[3] if len(args) > 3 else None)
-    tell("computes_loss", trainer, items)
+    tell("on_trainer_loss", trainer, items)
     return original(trainer, *args, **kwargs)

@@ -73,4 +73,4 @@ def finish(wait: bool) -> None:
     """Report the last figures of a training; with `wait`, wait for those on a device."""
     if api.active is not None:
         api.active.late.finish(wait)
-    hooks.tell("finish", wait)
+    hooks.tell("on_training_end", wait)

@@ -19,7 +19,7 @@ class Bars(Observer):
     def __init__(self, writer: EventWriter, rank: int) -> None:
         self._writer, self._rank = writer, rank
 
-    def bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
+    def on_bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
         """Report a bar that has moved."""
         event = ev.Progress(clock.now(), self._rank, bar=number, closed=closed, **shown)
         self._writer.write(event)

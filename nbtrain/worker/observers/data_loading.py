@@ -112,7 +112,7 @@ class DataLoadingMeter(Observer):
             return {"epoch": None, "batch": None, "batches": None}
         return {"epoch": at.epoch, "batch": at.fed or at.batch, "batches": at.batches}
 
-    def indexes_drawn(self, it: Any, index: Any) -> None:
+    def on_batch_indexes(self, it: Any, index: Any) -> None:
         """Record how many samples a batch requests, because collating may change their number."""
         if not it._auto_collation or it._dataset_kind != 0:
             return
@@ -121,7 +121,7 @@ class DataLoadingMeter(Observer):
             asked = it._nbtrain_asked = it._sampler_iter, deque()
         asked[1].append(len(index) if hasattr(index, "__len__") else None)
 
-    def batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
+    def on_batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
         """Count a batch."""
         now = time.monotonic()
         if threading.get_ident() in (self._main, self._trainer):
@@ -150,7 +150,7 @@ class DataLoadingMeter(Observer):
         with contextlib.suppress(TypeError):  # a list cannot be referenced weakly
             self._datasets[id(dataset)] = weakref.ref(dataset)
 
-    def batches_are_shared(self, times: int) -> None:
+    def on_shared_batches(self, times: int) -> None:
         """Count each batch once, though it is given several times."""
         self._times = times
 
@@ -163,7 +163,7 @@ class DataLoadingMeter(Observer):
                 if not self._has_stepped:
                     self.samples = (self.samples or 0) + size
 
-    def pass_ended(self, it: Any) -> None:
+    def on_loader_end(self, it: Any) -> None:
         """Take note that a pass has read all, or found nothing."""
         passed = vars(it).get("_nbtrain_pass")
         if passed is None:  # it gave no batch, perhaps since a small one is left out

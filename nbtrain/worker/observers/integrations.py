@@ -14,7 +14,7 @@ from ..hooks import Observer
 class LoggedValues(Observer):
     """Reports as metrics what libraries log."""
 
-    def logged(self, values: Any, step: int | None) -> None:
+    def on_log(self, values: Any, step: int | None) -> None:
         """Report what is a number or a short text."""
         _report_values(values, step)
 
@@ -22,7 +22,7 @@ class LoggedValues(Observer):
 class AcceleratorLogs(Observer):
     """Reports what ``accelerator.log`` is given on the main process, for any tracker."""
 
-    def accelerate_logs(self, accelerator: Any, values: Any, step: int | None) -> None:
+    def on_accelerate_log(self, accelerator: Any, values: Any, step: int | None) -> None:
         """Report the values, unless nbtrain's own tracker has."""
         trackers = getattr(accelerator, "trackers", ())
         if accelerator.is_main_process and not any(t.name == "nbtrain" for t in trackers):

@@ -155,11 +155,11 @@ class LossMeter(Observer):
             if moment.optimizer in self._owners
         )
 
-    def scaling(self) -> None:
+    def on_loss_scaling(self) -> None:
         """Take note that a scaler may skip steps."""
         self._has_scaler = True
 
-    def backward(self, loss: Any) -> None:
+    def on_backward(self, loss: Any) -> None:
         """Take a loss: its value at once, since its owner may change it in place."""
         torch: Any = sys.modules["torch"]
         if not isinstance(loss, torch.Tensor):

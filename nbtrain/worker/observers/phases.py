@@ -18,7 +18,7 @@ class PhaseMeter(Observer):
         self._open = 0
         self._lock = threading.Lock()
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         """Report that a phase begins, or with "" that one has ended."""
         with self._lock:  # checkpoints are saved in threads, too
             self._open += 1 if name else -1

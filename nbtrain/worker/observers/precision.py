@@ -16,7 +16,7 @@ class PrecisionMeter(Observer):
     def __init__(self) -> None:
         self._autocast = self._weights = ""
 
-    def first_stepped(self, optimizer: Any) -> None:
+    def on_first_step(self, optimizer: Any) -> None:
         """Take note of the weights that the first step changes."""
         if self._weights:
             return
@@ -38,7 +38,7 @@ class PrecisionMeter(Observer):
         pure = f"{_SHORT[dtype]} weights" if dtype in _SHORT else "no"
         return _accelerate_precision() or self._autocast or pure
 
-    def autocast(self, context: Any) -> None:
+    def on_autocast(self, context: Any) -> None:
         """Take note of the first autocast to fewer bits."""
         if not self._autocast:
             dtype = str(context.fast_dtype).removeprefix("torch.")  # seen in torch 2.7 to 2.13

@@ -43,26 +43,26 @@ class TensorMemoryMeter(Observer):
         self._reported: ev.TensorMemory | None = None
         self._due = self._soon = 0.0
 
-    def first_stepped(self, optimizer: Any) -> None:
+    def on_first_step(self, optimizer: Any) -> None:
         """Take note of an optimizer, and have it counted soon."""
         self._optimizers[id(optimizer)] = optimizer
         self._due = min(self._due, self._soon)
 
-    def stepped(self, optimizer: Any, now: float | None = None) -> None:
+    def on_step(self, optimizer: Any, now: float | None = None) -> None:
         """Count if that is due."""
         now = time.monotonic() if now is None else now
         if now >= self._due:
             self._count(now)
 
-    def module_built(self, module: Any) -> None:
+    def on_module_change(self, module: Any) -> None:
         """Take note of a model, or a part of one."""
         self._models.pop(id(module), None)  # it is the last again
         self._models[id(module)] = module
 
-    def wrapped(self, wrapper: Any) -> None:
+    def on_model_wrap(self, wrapper: Any) -> None:
         """Take note of a model in DeepSpeed's engine, which gets its parts unseen."""
         if isinstance(wrapper, _engine()):
-            self.module_built(wrapper)
+            self.on_module_change(wrapper)
 
     def _count(self, now: float) -> None:
         begun = time.perf_counter()

@@ -28,7 +28,7 @@ class TrainerLoss(Observer):
     def __init__(self) -> None:
         self._seen = weakref.WeakSet[Any]()
 
-    def computes_loss(self, trainer: Any, items: Any) -> None:
+    def on_trainer_loss(self, trainer: Any, items: Any) -> None:
         """Check a Trainer once. Without `items` it multiplies nothing."""
         if trainer not in self._seen:
             self._seen.add(trainer)

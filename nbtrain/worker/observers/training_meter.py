@@ -66,13 +66,13 @@ class TrainingMeter(Observer):
             if self._work.is_sampling:
                 hooks.add(self._work)
         else:
-            hooks.add(self, "finish")
+            hooks.add(self, "on_training_end")
         if "loss" in sources:
             hooks.add(self._loss)
         if "data" in sources:
             hooks.add(self._loading)
 
-    def finish(self, wait: bool) -> None:
+    def on_training_end(self, wait: bool) -> None:
         """Report the last figures; with `wait`, wait for those on a device."""
         self._over.set()
         note = self._loading.nothing_read() if wait and not self._steps else ""
@@ -92,7 +92,7 @@ class TrainingMeter(Observer):
         if wait:
             self._work.report(self._steps, self._loss.last())
 
-    def stepped(self, optimizer: Any) -> None:
+    def on_step(self, optimizer: Any) -> None:
         """Count a step."""
         self._loading.note_step()
         key = id(optimizer)
@@ -112,7 +112,7 @@ class TrainingMeter(Observer):
         self._look(now)
         if self._loading.fed_passes != self._passes:
             self._begin_epoch(now)
-        self._trainings.stepped(optimizer)
+        self._trainings.count_step(optimizer)
         self._loss.note_step(optimizer, self._steps)
         if self._work.is_sampling:
             self._work.note_step(optimizer, self._steps)
@@ -152,7 +152,7 @@ class TrainingMeter(Observer):
         values = (epoch, steps, now - began, loss, self._trainings.end_epoch(epoch))
         self._writer.write(ev.EpochEnd(clock.now(), self._rank, *values))
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def on_optimizer_init(self, optimizer: Any) -> None:
         """End the round, because a new optimizer belongs to another training, such as a fold."""
         self._round = set()
         self._known.discard(id(optimizer))  # of a dead one

@@ -24,26 +24,26 @@ class Told(hooks.Observer):
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def on_optimizer_init(self, optimizer: Any) -> None:
         self.events.append("made")
 
-    def first_stepped(self, optimizer: Any) -> None:
+    def on_first_step(self, optimizer: Any) -> None:
         self.events.append("first step")
 
-    def stepped(self, optimizer: Any) -> None:
+    def on_step(self, optimizer: Any) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.events.append(("stepped", all(g is not None for g in gradients)))
 
-    def backward(self, loss: Any) -> None:
+    def on_backward(self, loss: Any) -> None:
         self.events.append(("backward", loss.item()))
 
-    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
+    def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         self.events.append(("batch", tuple(batch.shape), is_ahead))
 
-    def pass_ended(self, iterator: Any) -> None:
+    def on_loader_end(self, iterator: Any) -> None:
         self.events.append("pass ended")
 
-    def phase(self, name: str) -> None:
+    def on_phase(self, name: str) -> None:
         self.events.append(("phase", name))
 
 
@@ -60,7 +60,7 @@ def train(path: Any) -> None:
 
 
 def test_each_event_is_told_of_by_something() -> None:
-    assert set(hooks.EVENTS) - set(hooks._WATCH) == {"finish"}  # the rank's own end
+    assert set(hooks.EVENTS) - set(hooks._WATCH) == {"on_training_end"}  # the rank's own end
 
 
 def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
@@ -83,7 +83,7 @@ def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
 
 def test_nothing_is_patched_that_nobody_asks_for() -> None:
     class Saves(hooks.Observer):
-        def phase(self, name: str) -> None: ...
+        def on_phase(self, name: str) -> None: ...
 
     before = {(p.owner, p.name) for p in instrumentation.patches()}
     with instrumentation.scope():
@@ -116,7 +116,7 @@ def test_an_optimizers_first_step_is_told_once_in_a_task() -> None:
     told = Told()
     optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5) for _ in range(2)]
     with instrumentation.scope():
-        hooks.add(told, "first_stepped")
+        hooks.add(told, "on_first_step")
         hooks.begin_steps()
         for optimizer in (*optimizers, *optimizers):
             optimizer.step()
@@ -128,7 +128,7 @@ def test_an_optimizers_first_step_is_told_once_in_a_task() -> None:
         hooks.begin_steps()
         optimizers[1].step()
         assert told.events == ["first step"] * 4
-        hooks.drop(told, "first_stepped")
+        hooks.drop(told, "on_first_step")
         optimizers[0].step()
     assert told.events == ["first step"] * 4
 
@@ -139,14 +139,14 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
     class Fails(hooks.Observer):
         purpose = "failing on purpose"
 
-        def stepped(self, optimizer: Any) -> None:
+        def on_step(self, optimizer: Any) -> None:
             raise ValueError("odd")
 
     monkeypatch.setattr(guard, "broken", set())
     told = Told()
     with instrumentation.scope():
         hooks.add(Fails())
-        hooks.add(told, "stepped")
+        hooks.add(told, "on_step")
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=0.5)
         for _ in range(2):
@@ -160,11 +160,11 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
 def test_two_that_listen_are_both_told_and_the_first_may_leave() -> None:
     first, second = Told(), Told()
     with instrumentation.scope():
-        hooks.add(first, "phase")
+        hooks.add(first, "on_phase")
         with instrumentation.scope():
-            hooks.add(second, "phase")
-            hooks.tell("phase", "saving")
-        hooks.tell("phase", "")
+            hooks.add(second, "on_phase")
+            hooks.tell("on_phase", "saving")
+        hooks.tell("on_phase", "")
     assert (first.events, second.events) == (
         [("phase", "saving"), ("phase", "")],
         [("phase", "saving")],

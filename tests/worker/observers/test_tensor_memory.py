@@ -103,18 +103,18 @@ def test_it_is_counted_after_the_first_step_and_then_rarely(
     log = Log()
     seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    seen.first_stepped(optimizer)
+    seen.on_first_step(optimizer)
     for now in (100.0, 100.1, 100.2, 99.9 + limits.MEMORY_COUNT_INTERVAL_S):
-        seen.stepped(optimizer, now)
+        seen.on_step(optimizer, now)
         optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
     assert [e.weights for e in log.events] == [12]
-    seen.stepped(optimizer, 101.0 + limits.MEMORY_COUNT_INTERVAL_S)
+    seen.on_step(optimizer, 101.0 + limits.MEMORY_COUNT_INTERVAL_S)
     assert [e.weights for e in log.events] == [12, 60]
-    seen.stepped(optimizer, 102.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
+    seen.on_step(optimizer, 102.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
     assert len(log.events) == 2  # nothing new
     other = torch.optim.SGD([nn.Parameter(torch.ones(5))])
-    seen.first_stepped(other)
-    seen.stepped(other, 103.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
+    seen.on_first_step(other)
+    seen.on_step(other, 103.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
     assert log.events[-1].weights == 80
 
 
@@ -131,8 +131,8 @@ def test_a_new_optimizer_at_every_step_is_not_counted_at_every_step(
     seen = TensorMemoryMeter(Log(), 0)  # type: ignore[arg-type]
     keep = [torch.optim.SGD([nn.Parameter(torch.ones(3))]) for _ in range(50)]
     for i, optimizer in enumerate(keep):
-        seen.first_stepped(optimizer)
-        seen.stepped(optimizer, 100.0 + i / 1000)
+        seen.on_first_step(optimizer)
+        seen.on_step(optimizer, 100.0 + i / 1000)
     assert len(calls) == 1
 
 
@@ -144,8 +144,8 @@ def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
     log = Log()
     seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    seen.first_stepped(optimizer)
-    seen.stepped(optimizer, 100.0)
+    seen.on_first_step(optimizer)
+    seen.on_step(optimizer, 100.0)
     gone = weakref.ref(optimizer)
     del optimizer
     assert gone() is None

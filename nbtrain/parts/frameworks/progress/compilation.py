@@ -50,11 +50,11 @@ class _Compiling:
         with self._lock:
             if not self._is_over:
                 self._is_reported = True
-                tell("phase", "compiling")
+                tell("on_phase", "compiling")
 
     def end(self) -> None:
         self._timer.cancel()
         with self._lock:
             self._is_over = True
             if self._is_reported:
-                tell("phase", "")
+                tell("on_phase", "")

@@ -14,13 +14,13 @@ from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ....worker import api, hooks
-from ....worker.hooks.guard import guarded
+from ....worker.hooks.guard import guard_step
 from ....worker.hooks.observer import Observer, listeners
 from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.trainings import TrainingCount
 
 _PURPOSE = "reporting the progress of Keras"
-_telemetry = guarded(_PURPOSE)
+_telemetry = guard_step(_PURPOSE)
 
 
 def watch(
@@ -94,7 +94,7 @@ class FitMeter(Observer):
     def _end_batch(self, callbacks: Any, batch: int, logs: Any = None, *_: Any) -> None:
         if not self._batch:  # before, a model may not have its weights yet
             trained = [{"params": callbacks.model.trainable_variables}]
-            self._trainings.stepped(SimpleNamespace(param_groups=trained))
+            self._trainings.count_step(SimpleNamespace(param_groups=trained))
             self._training = self._trainings.number(self._epoch)
         self._batch = int(batch) + 1
         self._steps = api.optimizer_steps = self._steps_before + self._batch
@@ -122,7 +122,7 @@ class FitMeter(Observer):
         end = (self._epoch, self._steps, seconds, loss, self._trainings.end_epoch(self._epoch))
         self._writer.write(ev.EpochEnd(clock.now(), self._rank, *end))
 
-    def finish(self, wait: bool) -> None:
+    def on_training_end(self, wait: bool) -> None:
         """Report the last counts, unless another training came after them."""
         if self._began is not None and self._steps == api.optimizer_steps:
             self._report(None, {})
@@ -187,7 +187,14 @@ def _learning_rate(model: Any, before: float | None) -> float | None:
     return None if is_scheduled else before
 
 
-_TORCH = ("indexes_drawn", "batch", "pass_ended", "before_next", "scaling", "backward")
+_TORCH_EVENTS = (
+    "on_batch_indexes",
+    "on_batch",
+    "on_loader_end",
+    "on_fetch_or_backward",
+    "on_loss_scaling",
+    "on_backward",
+)
 
 
 def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
@@ -198,7 +205,7 @@ def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
 
 def _untold(original: Any, *args: Any, **kwargs: Any) -> Any:
     with contextlib.ExitStack() as after:
-        for event in _TORCH:
+        for event in _TORCH_EVENTS:
             after.callback(listeners.__setitem__, event, listeners.get(event, ()))
             listeners[event] = ()
         return original(*args, **kwargs)

@@ -17,7 +17,7 @@ from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
 from ....worker import api, hooks
-from ....worker.hooks.guard import guarded
+from ....worker.hooks.guard import guard_step
 from ....worker.hooks.observer import Observer
 from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.training_place import TrainingPlace
@@ -52,7 +52,7 @@ class UpdateMeter(Observer):
         self._began: float | None = None
         self._due = 0.0
 
-    @guarded(_PURPOSE)
+    @guard_step(_PURPOSE)
     def count(self, updates: Any) -> None:
         """Count an update, unless JAX traces it."""
         jax: Any = sys.modules["jax"]
@@ -65,7 +65,7 @@ class UpdateMeter(Observer):
             self._place.look(self._steps, 0)
             self._report()
 
-    def finish(self, wait: bool) -> None:
+    def on_training_end(self, wait: bool) -> None:
         """Report the last count, unless another training came after it."""
         if self._began is not None and self._steps == api.optimizer_steps:
             self._report()

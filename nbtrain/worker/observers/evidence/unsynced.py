@@ -57,7 +57,7 @@ class UnsyncedModels(Observer):
         self._known = frozenset(self._variables())
         self._shared = {n for n, m in models.items() if any(map(_is_shared, m.parameters()))}
 
-    def wrapped(self, wrapper: Any) -> None:
+    def on_model_wrap(self, wrapper: Any) -> None:
         """Name a model whose one set of weights would get each rank's step."""
         dist = sys.modules["torch.distributed"]
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -67,7 +67,7 @@ class UnsyncedModels(Observer):
                 self._shared.discard(name)
                 self._writer.write(ev.RunNote.of(_trained_together(name, ranks)))
 
-    def first_stepped(self, optimizer: Any) -> None:
+    def on_first_step(self, optimizer: Any) -> None:
         """Name the models that an optimizer trains and that are not copied back."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained -= {key for model in self._returned.values() for key in _parameters(model)}

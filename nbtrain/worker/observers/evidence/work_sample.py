@@ -24,7 +24,7 @@ from ....tracking.event_log import EventWriter
 from ... import hooks, limits
 from ...device_scalars import captures
 from ...hooks import Observer
-from ...hooks.guard import guarded
+from ...hooks.guard import guard_step
 
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
 """Libraries that ranks can use to train together without torch's process group."""
@@ -41,7 +41,7 @@ _IGNORES = re.compile(r"#\s*nbtrain:\s*ignore(\[[^\]]*migrate[^\]]*\])?\s*$")
 _SPLITTERS = ("DistributedSampler", "DistributedSamplerWrapper", "BatchSamplerShard")
 """Samplers of torch, Catalyst's and Lightning's wrapper, and Accelerate: each rank gets a part."""
 
-_harmless = guarded("comparing the ranks' work")
+_harmless = guard_step("comparing the ranks' work")
 
 
 class WorkSampler(Observer):
@@ -68,14 +68,14 @@ class WorkSampler(Observer):
         self.is_sampling = world_size > 1
         """Whether batches and losses still count."""
 
-    def batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
+    def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Take a batch that a loader gave."""
         if self.is_sampling and len(self._batches) < limits.COMPARED_BATCHES:
             self._splits_data = self._splits_data if self._batches else _splits_data(iterator)
             self._batches.append(digest(batch))
             self._look_at_group()
         else:
-            hooks.drop(self, "batch")
+            hooks.drop(self, "on_batch")
 
     @_harmless
     def see_loss(self, loss: Any) -> None:
@@ -152,7 +152,7 @@ class WorkSampler(Observer):
     def _look_at_group(self) -> None:
         self._has_joined = self._has_joined or is_in_group()
 
-    def wrapped(self, wrapper: Any) -> None:
+    def on_model_wrap(self, wrapper: Any) -> None:
         """Take note whether the ranks of a data-parallel model are all of them."""
         self._has_buffers |= any(True for _ in getattr(wrapper, "buffers", tuple)())
         mesh = getattr(getattr(wrapper, "mesh_info", None), "mesh", None)

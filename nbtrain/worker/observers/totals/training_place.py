@@ -76,12 +76,12 @@ def _lightning_place(fit_loop: Any) -> Place:
 class LibraryPlaces(Observer):
     """Takes note of where Lightning and transformers' Trainer stand."""
 
-    def fitting(self, fit_loop: Any) -> None:
+    def on_lightning_epoch(self, fit_loop: Any) -> None:
         """Read Lightning's loop from now on."""
         global _library
         _library = LibraryPlace(fit_loop=weakref.ref(fit_loop))
 
-    def trainer_moved(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
+    def on_trainer_progress(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
         """Record the position of the Trainer.
 
         Its own count of epochs changes at the end of a step, and elsewhere for a stream.
@@ -119,7 +119,7 @@ class TrainingPlace:
         if loops is None or not loops.known:
             self._loops = loops
             return
-        rounds = _count_begun(loops)
+        rounds = _current_round(loops)
         count = passes if loops.has_inner else steps
         before, count_before = self._at
         # The same loops a second time, as in two calls of one function, without a reading between.
@@ -172,7 +172,7 @@ class TrainingPlace:
         return Place((*done, *inner), loop.first + index, loop.first + loop.rounds - 1)
 
 
-def _count_begun(loops: Loops) -> int:
+def _current_round(loops: Loops) -> int:
     """Return how many rounds of the innermost known loop have begun, of all loops together."""
     number = 0
     for loop in loops.known:

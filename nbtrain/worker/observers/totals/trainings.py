@@ -20,7 +20,7 @@ class TrainingCount:
         self._trained: dict[int, weakref.ref[Any]] = {}  # by id, in this epoch
         self._trained_before: dict[int, weakref.ref[Any]] = {}  # in the epoch before
 
-    def stepped(self, optimizer: Any) -> None:
+    def count_step(self, optimizer: Any) -> None:
         """Take note of what an optimizer trains."""
         if id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
