@@ -166,16 +166,22 @@ def serve(listener: socket.socket) -> Any:
     # torch connects to its own store. Without IPv6 it cannot connect to "::", although it can
     # listen.
     host = {"::": "localhost", "0.0.0.0": "127.0.0.1"}.get(host, host)
+    store = partial(
+        TCPStore,
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=limits.STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     try:
-        return TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=limits.STORE_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            use_libuv=True,
-        )
+        try:
+            return store(use_libuv=True)
+        except RuntimeError as error:
+            if "listen fd" not in str(error):  # torch 2.7: libuv only opens sockets of its own
+                raise
+            return store(use_libuv=False)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         limit = _RAISE_PROCESS_LIMIT if os.strerror(errno.EAGAIN) in reason else _RAISE_FILE_LIMIT

@@ -79,7 +79,7 @@ def collect(*, with_key: bool = True) -> dict[str, Any]:
         # A forked rank seeds its GPU with it, if the kernel was seeded before CUDA was initialised.
         "seed": torch.initial_seed(),
         "settings": settings,
-        "device": str(torch.get_default_device()),
+        "device": str(default_device()),
         "recursion": sys.getrecursionlimit(),
         # Without filters for the notebook's own categories, which are unknown to the process.
         "warnings": [
@@ -90,6 +90,16 @@ def collect(*, with_key: bool = True) -> dict[str, Any]:
         "levels": {**levels, "root": logging.root.level},
         "formats": [h.formatter._fmt if h.formatter is not None else None for h in printing],
     }
+
+
+def default_device() -> Any:
+    """Return the default device of torch in this thread."""
+    import torch
+
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.7, once a default device was reset
+        return torch.device("cpu")
 
 
 def restore(collected: dict[str, Any]) -> None:

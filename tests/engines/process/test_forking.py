@@ -1,29 +1,41 @@
-"""Forking beside threads of OpenMP, and forks that the system refuses."""
+"""Forking beside a pool of OpenMP, which older libraries cannot free; forks that are refused."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import nbtrain
 from nbtrain.engines.process import forking
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-@pytest.fixture
-def _pool() -> Iterator[None]:
-    """Have the calling thread own a pool of OpenMP."""
+@pytest.fixture(params=["OpenMP 5", "before OpenMP 5"])
+def _pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the calling thread own a pool, in a library that can free it or cannot."""
+    load = ctypes.CDLL
+
+    def load_old(name: Any, *args: Any, **options: Any) -> Any:
+        return SimpleNamespace() if "libgomp" in str(name) else load(name, *args, **options)
+
+    if request.param != "OpenMP 5":
+        monkeypatch.setattr(ctypes, "CDLL", load_old)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.randn(2_000_000).exp().sum()
     yield
+    forking._permanent_pools.clear()
     torch.set_num_threads(threads)
     torch.set_grad_enabled(True)
     torch.set_default_device(None)
@@ -37,6 +49,21 @@ def test_ranks_compute_in_parallel_after_the_notebook_did() -> None:
 
     run = nbtrain.launch(train, num_processes=2, view="none", timeout=60)
     assert run.results == [pytest.approx(2_000_000, rel=1e-3)] * 2
+    wait_until(lambda: not any(t.name == "nbtrain-fork" for t in threading.enumerate()))
+
+
+def test_ranks_use_scikit_learn_after_the_notebook_did() -> None:
+    ensemble = pytest.importorskip("sklearn.ensemble")  # up to 1.7, with an OpenMP of GCC 4.8
+    x = torch.rand(5000, 20, generator=torch.manual_seed(0)).numpy()
+    y = (x[:, 0] > 0.5).astype(int)
+
+    def fit() -> float:
+        model = ensemble.HistGradientBoostingClassifier(max_iter=5)
+        return float(model.fit(x, y).score(x, y))
+
+    assert fit() > 0.9
+    run = nbtrain.launch(fit, num_processes=2, view="none", timeout=60)
+    assert all(score > 0.9 for score in run.results)
 
 
 @pytest.mark.usefixtures("_pool")

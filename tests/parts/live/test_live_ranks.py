@@ -862,7 +862,7 @@ def test_a_long_path_of_temporary_files_is_no_hindrance(
 
 
 def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_look, look, accept = threading.Event(), Follower._look, Listener.accept
+    may_look, look, accept = threading.Event(), Follower._read_events, Listener.accept
     connected = []
 
     def nothing_yet(folder: RunFolder) -> tuple[RunState, float, Reader]:
@@ -878,7 +878,7 @@ def test_a_rank_may_say_hello_before_its_process_is_known(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(limits, "START_TIMEOUT_S", 0.0)  # as after 20 s on a busy machine
     monkeypatch.setattr(follower, "catch_up", nothing_yet)
-    monkeypatch.setattr(Follower, "_look", lambda self: may_look.is_set() and look(self))
+    monkeypatch.setattr(Follower, "_read_events", lambda self: may_look.is_set() and look(self))
     monkeypatch.setattr(Listener, "accept", accepted)
     with nbtrain.start(2) as ranks:
         known = [*ranks.pids]
