@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from nbtrain.parts.ray import dependencies
-from nbtrain.parts.ray.dependencies import beside, copy_sources, fingerprint, needed
+from nbtrain.parts.ray.dependencies import beside, copy_sources, find_packages, fingerprint
 from nbtrain.planning.plan import Call, Cell, Parameter
 
 
@@ -24,7 +24,7 @@ def notebook(source: str, **known: Any) -> dict[str, Any]:
 def test_it_is_what_a_cells_code_imports_and_its_values_come_from() -> None:
     source = "def train(data):\n    import psutil.tests, os\n    return data, np, unused_elsewhere"
     known = notebook("", np=numpy, data=Path(), pytest=pytest)
-    assert needed(Cell(source, "<cell>", known, "train", (Parameter("data"),))) == [
+    assert find_packages(Cell(source, "<cell>", known, "train", (Parameter("data"),))) == [
         "numpy",
         "psutil",
     ]
@@ -44,8 +44,8 @@ def test_functions_and_classes_of_the_notebook_are_looked_into() -> None:
         numpy=numpy,
     )
     model: Any = object.__new__(names["Model"])
-    assert needed(Call(names["train"], (model,))) == ["_pytest", "numpy", "psutil"]
-    assert needed(Call(names["train"], kwargs={"model": names["helper"]})) == ["numpy"]
+    assert find_packages(Call(names["train"], (model,))) == ["_pytest", "numpy", "psutil"]
+    assert find_packages(Call(names["train"], kwargs={"model": names["helper"]})) == ["numpy"]
 
 
 def test_what_nobody_has_or_was_made_in_the_notebook_is_not_asked_for(
@@ -53,7 +53,7 @@ def test_what_nobody_has_or_was_made_in_the_notebook_is_not_asked_for(
 ) -> None:
     monkeypatch.setitem(sys.modules, "made_here", type(sys)("made_here"))
     cell = Cell("import made_here, there_is_none_such, os.path", "<cell>", notebook(""))
-    assert needed(cell) == []
+    assert find_packages(cell) == []
 
 
 def test_a_module_beside_the_notebook_is_found_before_anyone_imported_it(
@@ -65,7 +65,7 @@ def test_a_module_beside_the_notebook_is_found_before_anyone_imported_it(
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("nbtrain_test_helper", "nbtrain_test_package"):
         cell = Cell(f"def train():\n    import {name}", "<cell>", notebook(""), "train")
-        assert needed(cell) == [name]
+        assert find_packages(cell) == [name]
         assert beside(cell, tmp_path)
         assert not beside(cell, tmp_path / "elsewhere")
         assert name not in sys.modules
