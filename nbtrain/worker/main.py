@@ -169,7 +169,7 @@ def _run_and_report(
             value = _run_watched(job.plan.task, call)
             _deliver(job, rank, writer, spare, sender, value, threads)
             return 0, None
-        except BaseException:
+        except BaseException:  # of any kind, raised by the user's code; it is raised again
             # First: a DataLoader's handler of SIGCHLD may raise again, for the same worker or
             # another one, and its error would replace the one that is reported.
             after.enter_context(failure_evidence.ignore_child_signals())

@@ -67,7 +67,7 @@ def release_openmp_pools() -> list[str]:
 
 
 def fork_process(child: Callable[[], int]) -> int:
-    """Fork, and return the child's pid. The child runs `child`, ends with its exit code.
+    """Fork, and return the child's pid. The child calls `child` and ends with its exit code.
 
     A pool of OpenMP belongs to a thread. If one cannot be freed, a new thread forks: the child has
     no other thread of this process, and so no pool. The thread waits until the child ends, because

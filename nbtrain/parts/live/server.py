@@ -122,7 +122,7 @@ class LiveRank:
         self._reloaded |= message.get("reloaded", {})
         try:
             reload_modules(self._reloaded)
-        except BaseException:
+        except BaseException:  # a module may raise anything, and ■ may interrupt it
             if data is not None:  # no action will close it
                 os.close(data)
             raise
