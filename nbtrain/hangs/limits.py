@@ -69,5 +69,5 @@ RECORDER_THREADS = 8
 GLOO_THREADS = 4
 """Threads that a gloo group needs in addition."""
 
-FULL_DISK_BYTES = 1 << 16
-"""The run folder's disk counts as full below so much free space: no report fits."""
+FULL_DISK_BYTES = 1 << 20
+"""A file system with less free space counts as full, where the error does not name it."""

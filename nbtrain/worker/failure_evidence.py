@@ -31,9 +31,10 @@ from ..hangs.failures import (
     NO_GRADIENT,
     describe_returncode,
 )
+from ..hangs.limits import FULL_DISK_BYTES, RECORDER_REPLY_TIMEOUT_S
 from ..system import host, instrumentation
 from ..system.source_files import is_library, is_own, short_name
-from ..system.text import format_bytes
+from ..system.text import format_bytes, shorten
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
@@ -85,7 +86,7 @@ def last_collectives(recorder: Path) -> Collectives:
     if not is_in_group():
         return ()
     with contextlib.suppress(Exception):
-        record = collectives.read_recorder(recorder, limits.RECORDER_TIMEOUT_S)
+        record = collectives.read_recorder(recorder, RECORDER_REPLY_TIMEOUT_S)
         groups = record.by_group if record is not None else {}
         names = (collectives.DEFAULT_GROUP, collectives.DEFAULT_GROUP + collectives.NCCL_SUFFIX)
         longest = max((groups.get(name, ()) for name in names), key=len)
@@ -168,7 +169,7 @@ def _full_disk(error: BaseException) -> Iterator[tuple[str, str]]:
     for file in _files(error):
         folder = Path(file).absolute().parent
         room = host.space(folder)
-        if room is not None and room.free < limits.FULL_DISK_BYTES < room.size:  # not /proc
+        if room is not None and room.free < FULL_DISK_BYTES < room.size:  # not /proc
             free, size = format_bytes(room.free), format_bytes(room.size)
             yield DISK_FULL, f"no space left on {folder}: {free} free of {size}"
             return
@@ -222,10 +223,8 @@ def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
-    unused = [names[int(index)] for index in indices[1].split()]
-    named, rest = unused[: limits.MAX_NAMED_PARAMETERS], unused[limits.MAX_NAMED_PARAMETERS :]
-    more = f" and {len(rest)} more" if rest else ""
-    yield NO_GRADIENT, f"no gradient reached {', '.join(named)}{more}"
+    unused = ", ".join(names[int(index)] for index in indices[1].split())
+    yield NO_GRADIENT, f"no gradient reached {shorten(unused, 200)}"
 
 
 # Where a rank's code leaves its process

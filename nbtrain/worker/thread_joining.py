@@ -40,9 +40,9 @@ def join_new_threads(before: Collection[threading.Thread]) -> None:
 def join_threads() -> None:
     """End idle pools, and join the threads that are no daemons as long as they do something.
 
-    An interpreter would wait for ever. A thread that writes a checkpoint has its time. One that
-    does nothing for `limits.THREAD_IDLE_LIMIT_S`, or lasts for `limits.THREAD_TOTAL_LIMIT_S`, ends
-    with the process. Only the first call waits.
+    An interpreter would wait without an end. A thread that writes a checkpoint has its time. Once
+    the process has done nothing for `limits.THREAD_IDLE_LIMIT_S`, its threads end with it. Only the
+    first call waits.
     """
     before, hook = signal.signal(signal.SIGALRM, _IdleAlarm()), sys.unraisablehook
     sys.unraisablehook = lambda _unraisable: None  # Python 3.13 prints `_ThreadsAreIdle`
@@ -61,10 +61,10 @@ class _ThreadsAreIdle(BaseException):
 
 
 class _IdleAlarm:
-    """Raises `_ThreadsAreIdle`, as a handler, once the process was idle, or lasted, too long."""
+    """Raises `_ThreadsAreIdle`, as a handler, once the process has been idle for too long."""
 
     def __init__(self) -> None:
-        self._begun = self._checked = self._busy = time.monotonic()
+        self._checked = self._busy = time.monotonic()
         self._spent = time.process_time()
         self._has_reported = False
 
@@ -76,9 +76,7 @@ class _IdleAlarm:
         if spent - self._spent > limits.BUSY_CPU_SHARE * (now - self._checked):
             self._busy = now
         self._checked, self._spent = now, spent
-        if now > min(
-            self._busy + limits.THREAD_IDLE_LIMIT_S, self._begun + limits.THREAD_TOTAL_LIMIT_S
-        ):
+        if now > self._busy + limits.THREAD_IDLE_LIMIT_S:
             signal.setitimer(signal.ITIMER_REAL, 0)
             print(f"nbtrain: no longer waiting for {_still_running()}", flush=True)
             raise _ThreadsAreIdle

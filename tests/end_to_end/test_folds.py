@@ -118,10 +118,10 @@ def test_trainings_that_are_over_between_two_looks_are_counted_too(
     notebook: Notebook, body: str
 ) -> None:
     """On a fast machine, a training of 24 steps took 12 ms: the next was stuck in epoch 1."""
-    both = "limits.REPORT_INTERVAL_S, limits.NEW_PASS_LOOK_INTERVAL_S"
-    notebook.run(f"from nbtrain.worker import limits\nbefore = {both}\n{both} = 60, 60")
+    limit = "limits.REPORT_INTERVAL_S"
+    notebook.run(f"from nbtrain.worker import limits\nbefore = {limit}\n{limit} = 60")
     shown(notebook, f"%%distributed -n 1\n{body}")
-    notebook.run(f"{both} = before\nframe = nbtrain.last_run().epochs")
+    notebook.run(f"{limit} = before\nframe = nbtrain.last_run().epochs")
     columns = "[[int(n) for n in frame[c]] for c in ('training', 'epoch')]"
     assert notebook.value(columns) == [[1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3]]
 

@@ -45,7 +45,6 @@ _WATCH = {
     "on_phase": (phases.watch,),
     "on_log": (trainer.watch, lightning.watch_logs, fastai.watch),
     "on_accelerate_log": (accelerate.watch,),
-    "on_trainer_loss": (trainer.watch_losses,),
     "on_trainer_progress": (trainer.watch,),
     "on_lightning_epoch": (lightning.watch_fitting,),
     "on_bar": (progress_bars.watch,),

@@ -70,9 +70,6 @@ class Observer:
     def on_accelerate_log(self, accelerator: Any, values: Any, step: int | None) -> None:
         """``accelerator.log`` was called, on any rank and for any tracker."""
 
-    def on_trainer_loss(self, trainer: Any, items: Any) -> None:
-        """Transformers' Trainer computes a loss that it divides by `items`, or by None."""
-
     def on_trainer_progress(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
         """Transformers' Trainer, which began at step `first`, is somewhere in an epoch, from 1."""
 

@@ -135,7 +135,7 @@ def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     # set_postfix() draws at every iteration and ignores the bar's interval.
     if not closed and time.monotonic() < bar._nbtrain_due:
         return
-    bar._nbtrain_due = time.monotonic() + limits.BAR_REPORT_INTERVAL_S
+    bar._nbtrain_due = time.monotonic() + limits.REPORT_INTERVAL_S
     try:
         done, total = _plain(n), None if bar.total is None else _plain(bar.total)
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern

@@ -1,10 +1,10 @@
-"""Transformers' Trainer: where it stands, what it logs, and the losses that it computes."""
+"""Transformers' Trainer: where it stands, and what it logs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...system.instrumentation import patch, replace, when_imported
+from ...system.instrumentation import replace, when_imported
 from .observer import tell
 
 
@@ -45,14 +45,3 @@ def _watch(module: Any) -> None:
                 tell("on_log", numbers, int(state.global_step))
 
     replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, TellObservers])
-
-
-def watch_losses() -> None:
-    """Notify of the losses that a Trainer computes."""
-    patch("transformers.trainer:Trainer", "compute_loss", _compute_loss)
-
-
-def _compute_loss(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    items = kwargs.get("num_items_in_batch", args[3] if len(args) > 3 else None)
-    tell("on_trainer_loss", trainer, items)
-    return original(trainer, *args, **kwargs)

@@ -19,7 +19,6 @@ from .evidence.unsynced import UnsyncedModels
 from .phases import PhaseMeter
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import LibraryPlaces
-from .trainer_loss import TrainerLoss
 from .training_meter import TrainingMeter
 
 
@@ -64,7 +63,7 @@ def _observers(
     if "bars" in sources:
         yield Bars(writer, rank)
     if "trainer" in sources:
-        yield from (LibraryPlaces(), integrations.LoggedValues(), TrainerLoss())
+        yield from (LibraryPlaces(), integrations.LoggedValues())
     if "tracker" in sources:
         yield integrations.AcceleratorLogs()
 

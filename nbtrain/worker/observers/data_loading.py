@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import limits
 from ..hooks import Observer
 from .evidence.data_order import DataOrder
 
@@ -139,7 +138,6 @@ class DataLoadingMeter(Observer):
         if is_ahead:
             passed.ahead, size = size, passed.ahead
         self._count_samples(passed, size)
-        self.order.see_batch(it, passed.number, batch)
         self._tick(start, now)
 
     def _remember_dataset(self, dataset: Any) -> None:
@@ -191,8 +189,7 @@ def _length(iterator: Any) -> int | None:
     """Return how many batches a loader will give; None where that is unknown."""
     try:
         loader = iterator if iterator._dataset_kind == 0 else loader_of(iterator)
-        length = len(loader) if loader is not None else None
-        return length if length is not None and length < limits.ENDLESS_PASS_BATCHES else None
+        return len(loader) if loader is not None else None
     except Exception:  # a sampler without a length, or with an unusual one
         return None
 

@@ -65,15 +65,13 @@ class TensorMemoryMeter(Observer):
             self.on_module_change(wrapper)
 
     def _count(self, now: float) -> None:
-        begun = time.perf_counter()
         models = [*reversed(list(self._models.values())), *self._of_task.values()]
         event = count_tensors(self._rank, models, self._optimizers.values())
         if self._reported is None or replace(event, time=self._reported.time) != self._reported:
             self._reported = event
             self._writer.write(event)
-        took = time.perf_counter() - begun
-        self._soon = now + max(limits.NEW_OPTIMIZER_COUNT_INTERVAL_S, 100 * took)
-        self._due = now + max(limits.MEMORY_COUNT_INTERVAL_S, took / limits.MAX_MEMORY_COUNT_SHARE)
+        self._soon = now + limits.REPORT_INTERVAL_S
+        self._due = now + limits.MEMORY_COUNT_INTERVAL_S
 
 
 def count_tensors(rank: int, models: Iterable[Any], optimizers: Iterable[Any]) -> ev.TensorMemory:

@@ -122,9 +122,9 @@ class TrainingMeter(Observer):
         looked, passes = self._looked
         fed = self._loading.fed_passes
         is_new_pass = passes != fed
-        interval = limits.NEW_PASS_LOOK_INTERVAL_S if is_new_pass else limits.REPORT_INTERVAL_S
-        is_due = now >= looked + interval
-        is_due = is_due or (is_new_pass and self._place.is_beyond(self._steps, fed))
+        is_due = now >= looked + limits.REPORT_INTERVAL_S or (
+            is_new_pass and self._place.is_beyond(self._steps, fed)
+        )
         # Not in the first step, because reading the source takes 10 ms in a fork.
         if self._steps > 1 and is_due:
             self._looked = now, fed
@@ -181,10 +181,10 @@ class TrainingMeter(Observer):
     @telemetry
     def _report_rests(self) -> None:
         """Report counts that have stopped, in a thread, because the rank may hang."""
-        reported = 0.0
-        while not self._over.wait(limits.STANDSTILL_REPORT_AFTER_S):
+        reported, pause = 0.0, 2 * limits.REPORT_INTERVAL_S
+        while not self._over.wait(pause):
             ticked = self._ticked
-            stands_still = ticked <= time.monotonic() - limits.STANDSTILL_REPORT_AFTER_S
+            stands_still = ticked <= time.monotonic() - pause
             is_unreported = ticked > self._due - limits.REPORT_INTERVAL_S
             if ticked != reported and stands_still and is_unreported:
                 reported = ticked
@@ -215,9 +215,9 @@ class TrainingMeter(Observer):
             **_gpu_memory(self._gpu),
         )
         self._writer.write(update)
-        if self._rank == 0:  # all ranks run one program
-            for finding in self._loading.order.take():
-                self._writer.write(ev.RunNote.of(finding))
+        finding = self._loading.order.take()
+        if finding is not None and self._rank == 0:  # all ranks run one program
+            self._writer.write(ev.RunNote.of(finding))
 
 
 def _gpu_memory(gpu: int | None) -> dict[str, int]:

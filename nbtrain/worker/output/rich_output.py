@@ -20,7 +20,7 @@ from typing import Any
 from ...findings import Finding
 from ...planning.plan import Cell, Task
 from ...system.instrumentation import patch, replace, when_imported
-from ...system.text import format_bytes, plural, shorten, text_of_html
+from ...system.text import format_bytes, plural, text_of_html
 from ...tracking import clock
 from ...tracking import events as ev
 from ...transport import result_pickler
@@ -188,7 +188,7 @@ def _display_text(data: Mapping[str, Any]) -> str:
         html = text
     if type(html) is not str:
         return str(text or "")
-    return shorten(text_of_html(html[: limits.MAX_DISPLAY_BYTES]), limits.MAX_LOGGED_HTML_CHARS)
+    return text_of_html(html[: limits.MAX_DISPLAY_BYTES])
 
 
 def _text_of(form: Any) -> str | None:
@@ -211,7 +211,7 @@ def _has_figures() -> bool:
 def _light(value: Any) -> Any:
     """Return a value that is small enough to be sent, else None."""
     try:
-        result_pickler.dumps(value, limit=limits.MAX_CELL_VALUE_BYTES)
+        result_pickler.dumps(value, limit=limits.MAX_DISPLAY_BYTES)
     except Exception:  # too large, or any reducer of any class
         return None
     return value

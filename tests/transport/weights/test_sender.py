@@ -784,27 +784,6 @@ def test_a_state_that_the_ranks_share_is_the_notebooks() -> None:
     assert state > 0
 
 
-def _in_ddp(model: Any) -> None:
-    torch.distributed.init_process_group("gloo")
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    wrapped(torch.arange(6)).sum().backward()
-    torch.distributed.barrier()
-    torch.optim.SGD(wrapped.parameters(), 0.1).step()
-
-
-def test_ddp_over_memory_that_the_ranks_share_is_named_with_what_helps() -> None:
-    model = Net().share_memory()
-    done = run(_in_ddp, model)
-    assert [f.code for f in done.state.findings] == ["shared-weights"]
-    assert done.state.flaw
-    line = done.state.notes[0].partition("launch: `")[2].partition("`")[0]
-    namespace = {"model": model}
-    exec(line, namespace)
-    done = run(_in_ddp, namespace["model"])
-    assert not done.state.flaw
-    assert "32 parameters updated" in text_summary.summary(done.state, 0)
-
-
 def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:
     def train(model: Any) -> None:
         model.norm.bias.data.fill_(3)

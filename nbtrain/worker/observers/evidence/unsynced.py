@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import sys
 import weakref
 from typing import Any
 
@@ -55,17 +54,6 @@ class UnsyncedModels(Observer):
         known = public(self._namespace)
         self._before = {name: weakref.ref(v) for name, v in known.items() if is_model(v)}
         self._known = frozenset(self._variables())
-        self._shared = {n for n, m in models.items() if any(map(_is_shared, m.parameters()))}
-
-    def on_model_wrap(self, wrapper: Any) -> None:
-        """Name a model whose one set of weights would get each rank's step."""
-        dist = sys.modules["torch.distributed"]
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        trained = {id(p) for p in getattr(wrapper, "parameters", tuple)() if _is_shared(p)}
-        for name in sorted(self._shared) if ranks > 1 else ():
-            if trained & _parameters(self._returned.get(name)):
-                self._shared.discard(name)
-                self._writer.write(ev.RunNote.of(_trained_together(name, ranks)))
 
     def on_first_step(self, optimizer: Any) -> None:
         """Name the models that an optimizer trains and that are not copied back."""
@@ -133,23 +121,6 @@ class UnsyncedModels(Observer):
             case [*_, ast.Expr(value=ast.Name() | ast.Tuple() | ast.List() | ast.Dict())]:
                 return True
         return any(map(_SAVES.search, source_lines(task)))
-
-
-def _is_shared(parameter: Any) -> bool:
-    try:
-        return parameter.device.type == "cpu" and bool(parameter.untyped_storage().is_shared())
-    except Exception:  # one without a storage
-        return False
-
-
-def _trained_together(name: str, ranks: int) -> Finding:
-    return Finding(
-        "shared-weights",
-        f"`{name}` is in shared memory, so all {ranks} ranks train one set of weights, and "
-        f"DistributedDataParallel makes each step {ranks} times.",
-        f"Copy the model before the launch: `import copy; {name} = copy.deepcopy({name})`.",
-        flaw=f"each step was made {ranks} times",
-    )
 
 
 def _text(names: list[str], is_cell: bool) -> str:

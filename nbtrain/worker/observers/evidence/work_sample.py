@@ -70,7 +70,7 @@ class WorkSampler(Observer):
 
     def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Take a batch that a loader gave."""
-        if self.is_sampling and len(self._batches) < limits.COMPARED_BATCHES:
+        if self.is_sampling and len(self._batches) < limits.COMPARED_STEPS:
             self._splits_data = self._splits_data if self._batches else _splits_data(iterator)
             self._batches.append(digest(batch))
             self._look_at_group()
@@ -83,7 +83,7 @@ class WorkSampler(Observer):
         if self._has_stepped and self._counts is not None:  # DDP broadcasts buffers in between
             self._gathers |= not self._has_buffers and collectives() != self._counts[1]
         self._has_stepped = False
-        is_wanted = self.is_sampling and len(self._losses) < limits.COMPARED_BATCHES
+        is_wanted = self.is_sampling and len(self._losses) < limits.COMPARED_STEPS
         if is_wanted and loss.device.type in ("cpu", "cuda"):
             self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
 
@@ -95,7 +95,7 @@ class WorkSampler(Observer):
             self._place, self._library = _user_place()
             self._excuse |= _trains_otherwise(optimizer)
             every = [p for group in optimizer.param_groups for p in group["params"]]
-            stride = -(-len(every) // limits.COMPARED_PARAMETERS) or 1
+            stride = -(-len(every) // limits.COMPARED_STEPS) or 1
             self._trained = [weakref.ref(p) for p in every[::stride]]
         self.look_at_exchange()
         self._has_stepped = self.is_sampling

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from ....planning.task_values import global_names
 from ....system.source_files import RANK_BODY, is_own
-from ... import limits
 
 _BARS = ("tqdm", "trange", "track", "progress", "progress_bar", "tqdm_notebook", "notebook_tqdm")
 _NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threading")
@@ -91,9 +90,7 @@ def loops_around(frame: FrameType | None) -> Loops | None:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(limits.MAX_FRAMES):
-        if frame is None or frame.f_code.co_filename in RANK_BODY:
-            return
+    while frame is not None and frame.f_code.co_filename not in RANK_BODY:
         module = str(frame.f_globals.get("__name__", ""))
         if not (is_own(frame.f_code.co_filename) or f"{module}.".startswith(_NO_LOOPS)):
             yield frame
