@@ -32,7 +32,8 @@ class Activity:
             self._busy_at[event.rank] = now
 
     def are_idle(self, ranks: Sequence[RankState], state: RunState, now: float) -> bool:
-        """Whether all ranks have been idle for `IDLE_WINDOW_S`, as seen in repeated calls.
+        """Whether all ranks have been idle for half of `IDLE_NOTE_AFTER_S`, as seen in
+        repeated calls.
 
         False if that is unknown: a rank runs on another host, or its process has ended.
         """
@@ -50,7 +51,7 @@ class Activity:
         self._cpu_seconds, self._checked_at = cpu_seconds, now
         if not is_idle or any(gpu[-1] for gpu in (state.host.gpus if state.host else ())):
             self._io_bytes, self._idle_since = io_bytes, now
-        return now - self._idle_since >= limits.IDLE_WINDOW_S
+        return now - self._idle_since >= limits.IDLE_NOTE_AFTER_S / 2
 
     def have_worked(self, ranks: Sequence[RankState], now: float, interval_s: float) -> bool:
         """Whether a rank used the CPU since the last check; False until `interval_s` have passed.
@@ -93,9 +94,7 @@ def _cpu_seconds(pids: Mapping[int, int]) -> dict[int, float]:
     used = dict.fromkeys(rank_of.values(), 0.0)
     for pid, process in processes.items():
         ancestor: int | None = pid
-        for _ in range(limits.MAX_PROCESS_GENERATIONS):
-            if ancestor in rank_of or ancestor not in processes:
-                break
+        while ancestor not in rank_of and ancestor in processes:
             ancestor = processes[ancestor].info["ppid"]
         if ancestor in rank_of:
             with contextlib.suppress(psutil.Error):  # it has just ended

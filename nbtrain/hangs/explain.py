@@ -146,7 +146,7 @@ def _explain_lingering_processes(seen: Observation) -> HangReport:
     since = format_duration(min(seen.silence_s.values()))
     whose = "its process has" if len(ranks) == 1 else "their processes have"
     holders = dict.fromkeys(filter(None, (_exit_place(seen.stacks.get(rank)) for rank in ranks)))
-    at = f": {'; '.join(list(holders)[: limits.MAX_NAMED_PLACES])}" if holders else ""
+    at = f": {'; '.join(list(holders)[: limits.MAX_NAMED])}" if holders else ""
     text = f"{format_ranks(ranks)} returned {since} ago, and {whose} not ended{at}"
     advice = "Look for an exit handler, or a thread that is not a daemon"
     return HangReport(f"{text}. {advice}", tuple(ranks))
@@ -178,7 +178,7 @@ def _report_places(seen: Observation, waits: Mapping[int, Collective]) -> HangRe
 def _find_waits(seen: Observation) -> dict[int, Collective]:
     """Return the collective that each rank waits in, from its record or, without one, its stack."""
     waits: dict[int, Collective] = {}
-    min_wait_s = min(limits.MIN_WAIT_S, seen.silence_limit_s / 2)
+    min_wait_s = min(limits.SURVEY_INTERVAL_S, seen.silence_limit_s / 2)
     for rank, silence_s in sorted(seen.silence_s.items()):
         record = seen.records.get(rank)
         pending = record.pending if record is not None else None
@@ -267,7 +267,7 @@ def _describe_mismatch(seen: Observation, waits: Mapping[int, Collective]) -> st
         shape_advice = PADDING_ADVICE if "gather" in wait.name else SAME_SHAPE_ADVICE
         is_one_call = len({part.name for part in parts.values()}) == 1
         advice = shape_advice if is_one_call else SAME_ORDER_ADVICE
-        text = ", ".join(texts[: limits.MAX_NAMED_PLACES])
+        text = ", ".join(texts[: limits.MAX_NAMED])
         return f"{text}: these do not match, so no rank can continue. {advice}"
     return ""
 
@@ -297,9 +297,9 @@ def _describe_places(seen: Observation, ranks: Iterable[int], *, past: bool = Fa
         else f"{format_ranks(there)}{' ' if len(there) == 1 else ': each '}{place}"
         for (place, is_known), there in places.items()
     ]
-    left = len(texts) - limits.MAX_NAMED_PLACES
+    left = len(texts) - limits.MAX_NAMED
     more = [f"others at {left} more places"] if left > 0 else []
-    return [*texts[: limits.MAX_NAMED_PLACES], *more]
+    return [*texts[: limits.MAX_NAMED], *more]
 
 
 def _describe_waits(waits: Mapping[int, Collective], pronoun: str) -> str:
@@ -310,7 +310,7 @@ def _describe_waits(waits: Mapping[int, Collective], pronoun: str) -> str:
         f"{format_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {call}"
         for call, ranks in by_call.items()
     ]
-    return ", ".join(texts[: limits.MAX_NAMED_PLACES]) + (f" for {pronoun}" if pronoun else "")
+    return ", ".join(texts[: limits.MAX_NAMED]) + (f" for {pronoun}" if pronoun else "")
 
 
 def _are(ranks: Collection[int], *, past: bool = False) -> str:

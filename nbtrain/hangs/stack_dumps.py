@@ -125,8 +125,7 @@ def _exceeded_quota(ranks: int) -> host.Quota | None:
     If a thread cannot start, the server's destructor aborts the process (SIGABRT). A training must
     not end because of threads that only explain hangs.
     """
-    server_threads = max(limits.RECORDER_THREADS, os.cpu_count() or 1)
-    needed = ranks * (1 + server_threads + limits.GLOO_THREADS)
+    needed = ranks * (limits.RECORDER_THREADS + (os.cpu_count() or 1))
     quotas = (host.processes(needed), host.tasks())
     return next((quota for quota in quotas if quota and not quota.holds(needed)), None)
 

@@ -191,7 +191,7 @@ def read_stacks(folder: RunFolder, ranks: Iterable[int], timeout_s: float | None
         return Stacks(_read_kernel_stacks(rank, manifest, cells) for rank in ranks)
     is_remote = folder.questions.exists()
     if timeout_s is None:
-        timeout_s = limits.REMOTE_REPLY_TIMEOUT_S if is_remote else limits.STACK_REPLY_TIMEOUT_S
+        timeout_s = limits.REMOTE_REPLY_TIMEOUT_S if is_remote else limits.REPLY_TIMEOUT_S
     folder = folder.reply_folder if is_remote else folder
     deadline = time.monotonic() + timeout_s
     results = [send_signal(folder, rank, is_remote=is_remote) for rank in ranks]
@@ -213,11 +213,11 @@ def _read_replies(
 ) -> Iterator[tuple[SignaledRank, str]]:
     """Yield each rank's reply when it is complete, or what is there at the deadline.
 
-    A rank without a reply after `PYTHON_REPLY_TIMEOUT_S`, or half of the time if that is less,
-    waits in C or hangs, and gets the other signal.
+    A rank without a reply after half of `REPLY_TIMEOUT_S`, or of the time if that is less, waits in
+    C or hangs, and gets the other signal.
     """
     waiting, now = list(signaled), time.monotonic()
-    retry_at = now + min(limits.PYTHON_REPLY_TIMEOUT_S, (deadline - now) / 2)
+    retry_at = now + min(limits.REPLY_TIMEOUT_S, deadline - now) / 2
     has_retried = False
     while waiting:
         is_late = time.monotonic() >= deadline
@@ -244,7 +244,7 @@ def _worker_stacks(
     if sys.platform != "linux":
         return
     with contextlib.suppress(psutil.Error, OSError):
-        for child in psutil.Process(rank.pid).children()[: limits.MAX_LOADER_WORKERS]:
+        for child in psutil.Process(rank.pid).children()[: limits.MAX_SURVEYED]:
             if not _has_handler(child.pid, rank.signal):
                 continue
             worker = replace(rank, pid=child.pid, offset=rank.path.stat().st_size)

@@ -77,7 +77,10 @@ class HangWatchdog:
     def observe(self, events: Iterable[ev.Event], now: float) -> None:
         """Take note of progress."""
         for event in events:
-            if isinstance(event, ev.Output) and now - self._surveyed_at < limits.SURVEY_ECHO_S:
+            if (
+                isinstance(event, ev.Output)
+                and now - self._surveyed_at < 2 * limits.SURVEY_INTERVAL_S
+            ):
                 continue  # a system call that the signal interrupted may print about it
             if isinstance(event, ev.Resources):
                 self._activity.observe(event, now)
@@ -137,7 +140,7 @@ class HangWatchdog:
         A compiling rank that uses no CPU may wait for a thread that the fork did not copy.
         """
         compiling = [rank for rank in running if rank.phase == "compiling"]
-        interval_s = min(limits.COMPILE_CHECK_INTERVAL_S, (self._hang_after_s or 0.0) / 4)
+        interval_s = min(limits.MAX_CHECK_INTERVAL_S, (self._hang_after_s or 0.0) / 4)
         return bool(compiling) and self._activity.have_worked(compiling, now, interval_s)
 
     def _check_early(
@@ -150,7 +153,7 @@ class HangWatchdog:
             return
         if self._folder.questions.exists():  # ranks on other hosts reply only after seconds
             return
-        delay_s = min(self._next_check_after_s, limits.IDLE_NOTE_AFTER_S / 6)
+        delay_s = min(self._next_check_after_s, limits.MAX_CHECK_INTERVAL_S)
         self._next_check_after_s += delay_s
         are_idle = self._activity.are_idle(running, state, now)
         if are_idle and silence_s >= limits.IDLE_NOTE_AFTER_S:
@@ -205,19 +208,19 @@ class HangWatchdog:
         self._surveys.put((ranks, report, seen.silence_limit_s))
 
     def _read_deadlock(self, ranks: frozenset[int], seen: Observation) -> HangReport | None:
-        some = sorted(ranks)[: limits.MAX_SURVEYED_RECORDERS]
-        records = collectives.read_recorders(self._folder, some, limits.RECORDER_REPLY_TIMEOUT_S)
+        some = sorted(ranks)[: limits.MAX_SURVEYED]
+        records = collectives.read_recorders(self._folder, some, limits.REPLY_TIMEOUT_S)
         seen = replace(seen, now=time.time(), records=records)
         if find_deadlock(seen) is None:
             return None
-        read = stacks.read_stacks(self._folder, some, limits.STACK_REPLY_TIMEOUT_S)
+        read = stacks.read_stacks(self._folder, some, limits.REPLY_TIMEOUT_S)
         return find_deadlock(replace(seen, stacks={stack.rank: stack for stack in read}))
 
     def close(self) -> None:
         """Wait until a survey has ended, but not for remote ranks."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(2 * (limits.STACK_REPLY_TIMEOUT_S + limits.RECORDER_REPLY_TIMEOUT_S))
+            self._thread.join(4 * limits.REPLY_TIMEOUT_S)
 
 
 def _survey_ranks(folder: RunFolder, seen: Observation) -> Observation:
@@ -226,7 +229,7 @@ def _survey_ranks(folder: RunFolder, seen: Observation) -> Observation:
     # A run may be ended for the result, so ranks on a busy machine get more time, too.
     read = stacks.read_stacks(folder, seen.silence_s, remote_s)
     by_rank = {stack.rank: stack for stack in read}
-    timeout_s = remote_s if folder.questions.exists() else limits.RECORDER_REPLY_TIMEOUT_S
+    timeout_s = remote_s if folder.questions.exists() else limits.REPLY_TIMEOUT_S
     records = collectives.read_recorders(folder, _choose_ranks(by_rank), timeout_s)
     return replace(seen, now=time.time(), stacks=by_rank, records=records)
 
@@ -238,4 +241,4 @@ def _choose_ranks(by_rank: Mapping[int, stacks.RankStack]) -> list[int]:
         if not stack.trouble:
             places.setdefault(stack.location, []).append(rank)
     rarest = sorted(places.values(), key=len)
-    return [rank for ranks in rarest for rank in ranks][: limits.MAX_SURVEYED_RECORDERS]
+    return [rank for ranks in rarest for rank in ranks][: limits.MAX_SURVEYED]

@@ -357,7 +357,7 @@ class Supervisor:
         running = [rank.rank for rank in self.state.ranks if rank.status == "running"]
         with contextlib.suppress(Exception):  # the folder was deleted, or the host is gone
             # On a slow disk, a rank writes its stacks for seconds, and cannot react to a signal.
-            if running and not self._reader.is_slow and not self._folder.questions.exists():
+            if running and not self._folder.questions.exists():
                 return describe_places(
                     stacks.read_stacks(self._folder, running, limits.STOP_STACKS_TIMEOUT_S)
                 )

@@ -24,6 +24,8 @@ _READ = functools.reduce(
 )
 """Flags to open a path that may not be a file: opening a pipe would wait for its writer."""
 
+_BLOCK_BYTES = 1 << 20
+
 
 def _irregular(path: Path) -> OSError:
     return OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -73,7 +75,7 @@ class Tail:
         self._path, self._limit, self._skip = path, limit, skip
         self._longest = longest or limit
         self.passed = 0
-        """The number of skipped lines, without those that were not counted."""
+        """The number of skipped lines."""
         self._offset = self._size = 0
         self._rest = b""
 
@@ -104,8 +106,7 @@ class Tail:
         descriptor = os.open(self._path, _READ)
         try:
             if self._skip and size - self._offset > self._limit:
-                count = min(size - self._limit - self._offset, _MAX_COUNTED_BYTES)
-                self.passed += _newlines(descriptor, self._offset, count)
+                self.passed += count_newlines(descriptor, self._offset, size - self._limit)
                 self._offset, self._rest = size - self._limit, b""
             data = os.pread(descriptor, min(self._limit, size - self._offset), self._offset)
         except OSError as error:  # a descriptor has no name
@@ -126,15 +127,12 @@ class Tail:
         return self._size > self._offset
 
 
-_MAX_COUNTED_BYTES = 1 << 26
-"""Skipped bytes of a call whose lines are counted."""
-
-
-def _newlines(descriptor: int, offset: int, size: int) -> int:
+def count_newlines(descriptor: int, start: int, end: int) -> int:
+    """Return the number of newlines between two offsets of a file."""
     count = 0
-    while size > 0 and (block := os.pread(descriptor, min(size, 1 << 20), offset)):
+    while start < end and (block := os.pread(descriptor, min(end - start, _BLOCK_BYTES), start)):
         count += block.count(b"\n")
-        offset, size = offset + len(block), size - len(block)
+        start += len(block)
     return count
 
 
@@ -184,8 +182,6 @@ def write_atomically(
 
 OPEN = "can be written by other users"
 """The reason of `untrusted_reason` for this user's folder that other users can write to."""
-
-_BLOCK_BYTES = 1 << 20
 
 
 def open_own(path: Path) -> int:

@@ -300,7 +300,7 @@ class CurvesDraft:
         if (
             name in self._logged
             or name in known
-            or len({*known, *self._logged}) < limits.MAX_CURVES
+            or len({*known, *self._logged}) < limits.MAX_METRICS
         ):
             _draft(self._logged, known, name).add(rank, step, value)
         elif len(self._uncharted) < limits.MAX_COUNTED_NAMES:

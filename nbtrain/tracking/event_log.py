@@ -53,7 +53,6 @@ class Reader:
         self.ranks = [event_tail(folder.events(r)) for r in ranks]
         self.logs = [Tail(folder.log(r), limit=limits.MAX_LOG_READ_BYTES, skip=True) for r in ranks]
         self._order = deque(ranks)
-        self._seconds_per_rank = deque[float](maxlen=5)  # of the last calls
 
     def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:
         """Return new events of ranks, including output; of the `ended` ranks, all that are left.
@@ -62,27 +61,19 @@ class Reader:
         descriptors, the file system does not respond, or `limits.READ_TIMEOUT_S` have passed.
         """
         events: list[ev.Event] = []
-        began, count = time.monotonic(), len(ended)
+        began = time.monotonic()
         for rank in ended:
             with contextlib.suppress(OSError):
                 events.extend(self._read_rank(rank, is_over=True))
         for _ in range(len(self._order)):
             if time.monotonic() > began + limits.READ_TIMEOUT_S:
                 break
-            count += 1
             rank = self._order[0]
             self._order.rotate(-1)
             if rank not in ended:
                 with contextlib.suppress(OSError):
                     events.extend(self._read_rank(rank, is_over=False))
-        if count:
-            self._seconds_per_rank.append((time.monotonic() - began) / count)
         return events
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether the disk is slow."""
-        return min(self._seconds_per_rank, default=0.0) > limits.SLOW_DISK_S
 
     def _read_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
         tail, log = self.ranks[rank], self.logs[rank]

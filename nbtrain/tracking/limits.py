@@ -6,10 +6,7 @@ MAX_LOG_LINES = 200
 """Last lines of each rank's log."""
 
 MAX_METRICS = 32
-"""Metrics of a rank whose last value is kept, the first that are logged."""
-
-MAX_CURVES = 24
-"""Logged metrics that have a curve, the first that are logged."""
+"""Metrics whose curve and, for each rank, last value are kept, the first that are logged."""
 
 MAX_CURVE_BINS = 256
 """Bins of a curve. When it has more, it halves its resolution."""
@@ -20,14 +17,9 @@ MAX_COUNTED_NAMES = 1000
 MAX_ITEMS = 1000
 """Epochs of a rank, and values that it saved for the notebook, the last of each."""
 
-MAX_DISPLAYS = 64
-"""Displays of a rank, the first ones."""
-
-MAX_OPEN_BARS = 16
-"""Progress bars of a rank. A loop that never closes its bars makes ever more."""
-
 MAX_EVENTS_KEPT = 16
-"""Restarts of a run, and phases of a rank before its first step, the last of each."""
+"""Restarts of a run, phases of a rank before its first step, and its progress bars, the last of
+each. A loop that never closes its bars makes ever more."""
 
 MAX_NOTE_CHARS = 1000
 MAX_NAME_CHARS = 80
@@ -54,8 +46,7 @@ RATE_WINDOW_S = 5.0
 """Rates and the share of waiting are averaged over this time."""
 
 MIN_ESTIMATE_S = 3.0
-MIN_ESTIMATE_SHARE = 0.005
-"""A time left needs this much training, and this share of the work done."""
+"""A time left needs this much training."""
 
 MAX_REMAINING_S = 366 * 86400.0
 """A longer time left is not shown: a sampler of 10¹⁰ samples is not meant to end."""
@@ -69,17 +60,13 @@ MIN_COMPARED_S = 15.0
 SLOW_RATE_SHARE = 0.7
 """A rank is slow if its rate is below this share of the others' rate."""
 
-MIN_SLOW_WAIT_SHARE = 0.2
-MIN_EXTRA_WAIT_SHARE = 0.15
-"""Or if it waits for data for this share of its time, and for this much more than the others."""
+MIN_EXTRA_WAIT_SHARE = 0.2
+"""Or if it waits for data for this share of its time more than the others."""
 
 # Reading and writing files.
 
 READ_TIMEOUT_S = 0.2
 """Reading the files of running ranks takes no longer. An interrupt waits as long, at most."""
-
-SLOW_DISK_S = 0.01
-"""Reading one rank's files takes longer on a slow disk; others take 0.1 ms."""
 
 DELETED_CHECK_INTERVAL_S = 0.1
 """Between two checks of a writer whether its file was deleted."""
@@ -90,14 +77,10 @@ MAX_LOG_READ_BYTES = 1 << 16
 MAX_TAIL_BYTES = 1 << 20
 """The end of a log that is searched for its last lines when a run is reopened."""
 
-MAX_COUNTED_LOG_BYTES = 1 << 26
-"""Bytes at the ends of all logs together whose lines are counted then."""
-
 MAX_MANIFEST_BYTES = 64 << 20
 
 MAX_RANKS = 1 << 16
-MAX_RUN_NUMBER = 10**7
-"""A manifest with a larger number is damaged."""
+"""A manifest with more ranks is damaged."""
 
 EVENTS_PER_FOLD = 4096
 """Events in memory at a time when a run is reopened."""

@@ -21,9 +21,6 @@ from .run_folder import DELETED, SCALING, RunFolder, is_watched, root, runs
 IN_USE = "in-use-"
 """How the names of marks begin."""
 
-_CLOCK_STEP_NS = 1000
-"""Between the times of two runs if the clock was set back."""
-
 
 class Mark:
     """Keeps a run from being deleted until `release`, or until this process ends.
@@ -99,7 +96,7 @@ def prune(
     if is_over():
         return
     if newest is not None and times.get(newest.path, 0) < max(times.values(), default=0):
-        times[newest.path] = max(times.values()) + _CLOCK_STEP_NS
+        times[newest.path] = max(times.values()) + 1
         with contextlib.suppress(OSError):
             os.utime(newest.manifest, ns=(times[newest.path],) * 2)
     folders = sorted(folders, key=lambda folder: times[folder.path])

@@ -298,7 +298,7 @@ def _reduce_displayed(rank: Draft, event: ev.Displayed) -> Draft:
     before = () if event.clears else rank["displayed"]
     if event.name and event.name in (each.name for each in before):
         return {"displayed": tuple(event if e.name == event.name else e for e in before)}
-    return {"displayed": (*before, event)[: limits.MAX_DISPLAYS]}
+    return {"displayed": (*before, event)}
 
 
 RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
@@ -367,7 +367,7 @@ def _update_bars(bars: Mapping[int, ProgressBar], event: ev.Progress) -> dict[in
     new[event.bar] = ProgressBar(
         event.n, event.total, event.elapsed, *texts, event.closed, event.time
     )
-    if len(new) > limits.MAX_OPEN_BARS:
+    if len(new) > limits.MAX_EVENTS_KEPT:
         del new[list(new)[1]]  # probably never closed; the outermost bar stays
     closed = [key for key, bar in new.items() if bar.closed]
     for key in closed[:-1]:  # of one bar per epoch, only the last closed one stays

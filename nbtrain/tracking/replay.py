@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..findings import Finding
-from ..system.files import Tail, open_regular
+from ..system.files import Tail, count_newlines, open_regular
 from ..system.processes import boot
 from ..system.text import strip_escapes
 from . import clock, limits
@@ -101,7 +101,7 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
 
 
 def _number(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < limits.MAX_RUN_NUMBER else None
+    return value if type(value) is int and value >= 0 else None
 
 
 def _previous_run(record: Any) -> PreviousRun | None:
@@ -150,8 +150,7 @@ def _fold_files(folder: RunFolder, reader: Reader, state: RunState) -> tuple[Run
         ready, closing = split_closing([event for _, event in chunk], closing)
         state = fold(state, ready)
     for rank in ranks:
-        counted_bytes = limits.MAX_COUNTED_LOG_BYTES // len(ranks)
-        output, size = _read_log_end(folder.log(rank), rank, counted_bytes)
+        output, size = _read_log_end(folder.log(rank), rank)
         reader.logs[rank].skip_to(size)
         if output is not None:
             last_log = max(last_log, output.time)
@@ -196,22 +195,14 @@ def _events_by_time(tail: Tail) -> Iterator[tuple[float, ev.Event]]:
         yield latest, event
 
 
-def _read_log_end(path: Path, rank: int, counted_bytes: int) -> tuple[ev.Output | None, int]:
-    """Return the last lines of a log, and its size in bytes.
-
-    The event has the number of lines before them in the last `counted_bytes`.
-    """
+def _read_log_end(path: Path, rank: int) -> tuple[ev.Output | None, int]:
+    """Return the last lines of a log, with the number of earlier lines, and its size in bytes."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            file.seek(max(0, status.st_size - counted_bytes))
-            left = min(status.st_size, counted_bytes)
-            lines = 0
-            while left > limits.MAX_TAIL_BYTES:
-                block = file.read(min(limits.MAX_TAIL_BYTES, left - limits.MAX_TAIL_BYTES))
-                lines += block.count(b"\n")
-                left -= len(block)
-            tail = file.read(left)
+            begin = max(0, status.st_size - limits.MAX_TAIL_BYTES)
+            lines = count_newlines(file.fileno(), 0, begin)
+            tail = os.pread(file.fileno(), limits.MAX_TAIL_BYTES, begin)
     except FileNotFoundError:
         return None, 0
     if not tail:

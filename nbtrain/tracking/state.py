@@ -276,7 +276,7 @@ class RankState:
     log: tuple[str, ...] = ()
     """Its last lines."""
     log_count: int = 0
-    """The number of its lines; too small if a log grew by tens of MiB at once."""
+    """The number of its lines."""
     error: str | None = None
     error_type: str = ""
     """The name of the exception's class, or `events.OS_EXIT`."""

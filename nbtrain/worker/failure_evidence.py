@@ -31,7 +31,7 @@ from ..hangs.failures import (
     NO_GRADIENT,
     describe_returncode,
 )
-from ..hangs.limits import FULL_DISK_BYTES, RECORDER_REPLY_TIMEOUT_S
+from ..hangs.limits import FULL_DISK_BYTES, REPLY_TIMEOUT_S
 from ..system import host, instrumentation
 from ..system.source_files import is_library, is_own, short_name
 from ..system.text import format_bytes, shorten
@@ -86,7 +86,7 @@ def last_collectives(recorder: Path) -> Collectives:
     if not is_in_group():
         return ()
     with contextlib.suppress(Exception):
-        record = collectives.read_recorder(recorder, RECORDER_REPLY_TIMEOUT_S)
+        record = collectives.read_recorder(recorder, REPLY_TIMEOUT_S)
         groups = record.by_group if record is not None else {}
         names = (collectives.DEFAULT_GROUP, collectives.DEFAULT_GROUP + collectives.NCCL_SUFFIX)
         longest = max((groups.get(name, ()) for name in names), key=len)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbtrain.hangs.activity import Activity
-from nbtrain.hangs.limits import IDLE_WINDOW_S, MAX_IDLE_IO_BYTES
+from nbtrain.hangs.limits import IDLE_NOTE_AFTER_S, MAX_IDLE_IO_BYTES
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.state import RankState, RunState
 
@@ -38,10 +38,10 @@ def look(activity: Activity, state: RunState, now: float, cpu: float | None = 0.
 def test_a_rank_that_did_nothing_for_long_is_at_rest(here: RunState) -> None:
     activity = Activity()
     assert not look(activity, here, 100.0)
-    assert not look(activity, here, 100.0 + IDLE_WINDOW_S / 2)
-    assert look(activity, here, 100.0 + IDLE_WINDOW_S)
+    assert not look(activity, here, 100.0 + IDLE_NOTE_AFTER_S / 4)
+    assert look(activity, here, 100.0 + IDLE_NOTE_AFTER_S / 2)
     activity.reset()
-    assert not look(activity, here, 101.0 + IDLE_WINDOW_S)
+    assert not look(activity, here, 101.0 + IDLE_NOTE_AFTER_S / 2)
 
 
 def test_a_rank_that_computes_is_not(here: RunState) -> None:
@@ -54,7 +54,7 @@ def test_a_rank_that_writes_is_not(here: RunState, pipe: int) -> None:
     activity = Activity()
     assert not look(activity, here, 100.0)
     os.write(pipe, bytes(2 * MAX_IDLE_IO_BYTES))
-    assert not look(activity, here, 100.0 + IDLE_WINDOW_S)
+    assert not look(activity, here, 100.0 + IDLE_NOTE_AFTER_S / 2)
 
 
 def test_a_rank_is_asked_for_its_processor_time_however_rarely_it_is_measured(
@@ -62,11 +62,11 @@ def test_a_rank_is_asked_for_its_processor_time_however_rarely_it_is_measured(
 ) -> None:
     activity = Activity()
     assert not look(activity, here, 100.0, cpu=None)
-    assert look(activity, here, 100.0 + IDLE_WINDOW_S, cpu=None)
+    assert look(activity, here, 100.0 + IDLE_NOTE_AFTER_S / 2, cpu=None)
     until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
-    assert not look(activity, here, 101.0 + IDLE_WINDOW_S, cpu=None)
+    assert not look(activity, here, 101.0 + IDLE_NOTE_AFTER_S / 2, cpu=None)
 
 
 def test_a_rank_whose_child_computes_is_not(here: RunState) -> None:
@@ -78,7 +78,7 @@ def test_a_rank_whose_child_computes_is_not(here: RunState) -> None:
         assert child.stdout is not None
         child.stdout.read(1)
         assert not look(activity, here, 101.0)
-        assert not look(activity, here, 100.0 + IDLE_WINDOW_S)
+        assert not look(activity, here, 100.0 + IDLE_NOTE_AFTER_S / 2)
         child.communicate(b"\n")
 
 

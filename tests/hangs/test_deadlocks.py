@@ -152,7 +152,6 @@ def test_a_rank_that_works_while_others_wait_is_no_deadlock(
 ) -> None:
     monkeypatch.setattr(limits, "DEADLOCK_CHECK_AFTER_S", 0.5)
     monkeypatch.setattr(limits, "IDLE_NOTE_AFTER_S", 3.0)
-    monkeypatch.setattr(limits, "IDLE_WINDOW_S", 1.5)
     run = launch(works_for_long, how, 6.0, n=2, hang_after=3000, on_hang="stop")
     assert verdicts(run) == []
 

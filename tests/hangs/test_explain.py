@@ -70,7 +70,7 @@ def forked(
             "none of the notebook's threads (feeder). If rank 0 waits for one",
         ),
         (forked(GETTING), "(feeder)"),
-        (forked(LOCKING, threads=[*"abcd"]), "(a, b, c, …)"),
+        (forked(LOCKING, threads=[*"abcde"]), "(a, b, c, d, …)"),
         (forked(WAITING, SLEEPING, beside=RESTS), "(feeder)"),
         (forked(IN_POLARS, REDUCING), "so polars, which was used in the notebook before, has none"),
         (forked(WAITING, SLEEPING, beside=WORKS), ""),

@@ -119,7 +119,7 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
 def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "PYTHON_REPLY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(limits, "REPLY_TIMEOUT_S", 0.0)
 
     def train() -> None:
         while not nbtrain.should_stop():

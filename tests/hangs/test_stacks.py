@@ -171,7 +171,7 @@ def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path
 def test_a_rank_on_another_host_has_the_time_that_its_answer_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "STACK_REPLY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(limits, "REPLY_TIMEOUT_S", 0.0)
     monkeypatch.setattr(limits, "REMOTE_REPLY_TIMEOUT_S", 30.0)
     folder = _folder(tmp_path)
     folder.questions.mkdir()

@@ -175,7 +175,6 @@ def test_a_slow_disk_is_read_in_turns_in_which_every_rank_has_its_own(
     monkeypatch.setattr(limits, "READ_TIMEOUT_S", 0.05)
     turns = [[event.rank for event in reader.read()] for _ in ranks]
     assert len(turns[0]) < len(ranks)
-    assert reader.is_slow
     assert sorted(rank for turn in turns for rank in turn) == list(ranks)
     assert [event.rank for event in reader.read(ended=[7])] == []  # once is enough
 

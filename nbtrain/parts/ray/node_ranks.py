@@ -316,7 +316,7 @@ class NodeRanks:
     def write_stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files."""
         results = [stacks.send_signal(self.folder, rank) for rank in ranks]
-        time.sleep(hang_limits.PYTHON_REPLY_TIMEOUT_S)
+        time.sleep(hang_limits.REPLY_TIMEOUT_S / 2)
         stacks.retry_without_python(results)
 
     def dump_recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:

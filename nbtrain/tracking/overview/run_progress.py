@@ -167,7 +167,7 @@ def remaining(rank: RankState) -> float | None:
 
 def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
     """Return the seconds left if the rest of the work is as fast as until now."""
-    if done is None or done < limits.MIN_ESTIMATE_SHARE or done >= 1:
+    if not done or done >= 1:
         return 0.0 if done == 1 else None
     trained = rank.progress
     if trained is not None and trained.loops:

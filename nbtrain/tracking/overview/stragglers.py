@@ -59,10 +59,7 @@ def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str
 def _slow_by_waiting(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
     shares = {rank: of.waiting or 0.0 for rank, of in ranks.items()}
     slow, usual = _find_outliers(
-        shares,
-        lambda share, usual: (
-            share >= max(limits.MIN_SLOW_WAIT_SHARE, usual + limits.MIN_EXTRA_WAIT_SHARE)
-        ),
+        shares, lambda share, usual: share >= usual + limits.MIN_EXTRA_WAIT_SHARE
     )
     most = max((shares[rank] for rank in slow), default=0.0)
     wait = "waits" if len(slow) == 1 else "wait"
