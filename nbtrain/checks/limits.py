@@ -17,8 +17,3 @@ RANK_FILES_COUNT = 2
 """Files that a launch opens. Measured at 1 to 16 ranks: 7, and two for each rank (its pidfd and its
 connection to the store). A rank begins with the kernel's open files and adds about 13 for gloo,
 then one for each peer; 16 covers both."""
-
-MIN_BUILD_BYTES = 1 << 30
-MIN_BUILD_SHARE = 0.25
-"""From this size, or this share of the available memory, the models that ranks load are named when
-memory runs out."""

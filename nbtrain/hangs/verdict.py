@@ -65,6 +65,11 @@ _ADVICE = {
     ),
 }
 
+_LOAD_ONCE = (
+    "If memory ran out because each rank loads a model, load the model once, in a cell above, and "
+    "give it to the function as a parameter: all ranks then share its memory"
+)
+
 
 @dataclass(frozen=True)
 class FailureReport:
@@ -179,7 +184,7 @@ def _advise(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
     is_fresh = any(seen.code == FRESH_WORKER for seen in rank.evidence)
     return (
         *_ADVICE.get(FRESH_WORKER if is_fresh else kind, ()),
-        *(state.if_killed if killed else ()),
+        *((_LOAD_ONCE,) if killed and state.world_size > 1 else ()),
     )
 
 

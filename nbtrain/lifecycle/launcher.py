@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from .. import engines
-from ..checks import build_estimate, preflight
+from ..checks import preflight
 from ..checks.lint import lint
 from ..engines import Engine
 from ..errors import LaunchError, PlanError, PreflightError
@@ -411,13 +411,7 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     if engine.checks_host:
         findings += _check_other_runs(plan, device)
 
-    def bytes_built() -> int:
-        loads = launch_log.attempt(
-            "the estimate", partial(build_estimate.find_loads, plan.task), ()
-        )
-        return sum(load.bytes for load in loads)
-
-    on_host = preflight.check(plan, device, engine, bytes_built) if engine.checks_host else ()
+    on_host = preflight.check(plan, device, engine) if engine.checks_host else ()
     find = partial(
         lint,
         plan.task,

@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks import build_estimate
 from ..findings import Finding
 from ..planning.cell import number_of_untitled
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
 from ..planning.task_values import arguments, synced_objects
-from ..system import host
 from ..system.files import last_bytes
 from ..system.processes import process_identity
 from ..system.source_files import cell_numbers
 from ..system.text import strip_escapes
-from ..tracking import clock, launch_log
+from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.overview import history
 from ..tracking.overview.epochs import main_metric
@@ -144,18 +142,7 @@ def manifest(
         "cells": _cells(plan),
         "parameters": parameters(plan.task),
         "returns": [] if in_kernel else [*synced_objects(plan), *plan.out],
-        "if_killed": list(_if_killed(plan, world_size)),
     }
-
-
-def _if_killed(plan: Plan, ranks: int) -> Sequence[str]:
-    """Return the explanation of a rank that runs out of memory: the models that each one loads."""
-
-    def explain() -> Sequence[str]:
-        loads = build_estimate.find_loads(plan.task)
-        return build_estimate.explain(loads, ranks, host.memory().available) if loads else ()
-
-    return launch_log.attempt("the estimate", explain, ())
 
 
 def _cells(plan: Plan) -> dict[str, str]:

@@ -91,7 +91,6 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         device=str(manifest.get("device", "cpu")),
         is_live=manifest.get("is_live") is True,
         findings=_findings(manifest),
-        if_killed=_texts(manifest.get("if_killed")),
         attempts=1 + (restarts if type(restarts) is int else 0),
         number=_number(manifest.get("number")),
         cell=_number(manifest.get("cell")),

@@ -426,8 +426,6 @@ class RunState:
     """The launcher's GPUs before the ranks started and after they ended."""
     hang: str = ""
     """Which ranks hang, and where."""
-    if_killed: tuple[str, ...] = ()
-    """What may have used the memory, in case a rank is killed because memory ran out."""
     loaded: Mapping[str, ev.ArtifactLoaded] = field(default_factory=dict)
     """What the notebook has loaded, by name."""
     flaws: tuple[str, ...] = ()

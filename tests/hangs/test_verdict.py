@@ -19,7 +19,7 @@ from nbtrain.transport import exceptions
 ECHO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:8427"
 THROWN = "terminate called after throwing an instance of 'gloo::IoException'\n  what():  " + ECHO
 
-CURE = ("each of 8 ranks builds a model of its own", "build it once")
+CURE = (verdict._LOAD_ONCE,)
 
 
 def run(
@@ -51,10 +51,9 @@ def of_one(error: BaseException, *evidence: tuple[str, str]) -> verdict.FailureR
 def death(
     number: int | None, log: str = "", *before: ev.Event, device: str = "cpu", **more: Any
 ) -> verdict.FailureReport:
-    """Return why a run failed whose only rank died; others would build its model, too."""
+    """Return why a run failed that one of its two ranks died in."""
     seen = [ev.Resources(1.0, 0, memory=3 << 30), *before]
-    state = run(*seen, exited(0, number, **more), ranks=1)
-    state = replace(state, if_killed=CURE, device=device)
+    state = replace(run(*seen, exited(0, number, **more), ranks=2), device=device)
     return explained(
         state, [Failure(0, 1.0, None, number, log, verdict.describe_death(state.ranks[0]))]
     )
@@ -206,7 +205,7 @@ def test_deaths_are_told_apart(found: verdict.FailureReport, kind: str) -> None:
         (1, "xla", "", ()),
     ],
 )
-def test_a_kill_that_may_be_for_memory_comes_with_what_the_ranks_built(
+def test_a_kill_that_may_be_for_memory_comes_with_how_ranks_share_a_model(
     number: int, device: str, code: str, advice: tuple[str, ...]
 ) -> None:
     found = death(number, device=device, code=code)

@@ -5,9 +5,6 @@ The checks are pure functions of `Facts`. Only `facts.gather` reads the process 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 from ...errors import AcceleratorInitializedError, PlanError, PreflightError
 from ...findings import NOWHERE, Finding
 from ...planning.plan import Plan
@@ -17,20 +14,13 @@ from .facts import EngineTraits, Facts, gather
 __all__ = ["Facts", "check", "error_of", "findings", "run_checks", "unless_refused"]
 
 
-def check(
-    plan: Plan, device: str, engine: EngineTraits, built_bytes: Callable[[], int] = int
-) -> list[Finding]:
+def check(plan: Plan, device: str, engine: EngineTraits) -> list[Finding]:
     """Return what will probably go wrong with a plan.
 
-    `built_bytes` returns the size of the models that each rank loads for itself, 0 if unknown. It
-    takes longer than all checks, so it is called only after no check has refused the plan. Raises
-    `PreflightError` or `PlanError` with every reason why the ranks of this plan could not run.
+    Raises `PreflightError` or `PlanError` with every reason why the ranks of this plan could not
+    run.
     """
-    facts = gather(plan, device, engine)
-    result = unless_refused(run_checks(facts))
-    if built := built_bytes():
-        result = unless_refused(run_checks(replace(facts, built_bytes=built)))
-    return result
+    return unless_refused(run_checks(gather(plan, device, engine)))
 
 
 def unless_refused(result: list[Finding]) -> list[Finding]:

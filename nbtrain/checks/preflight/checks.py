@@ -338,30 +338,20 @@ def check_port(facts: Facts) -> Iterator[Finding]:
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """Warn if the ranks' models, and on the CPU their training, need more memory than there is."""
-    if facts.memory is None or facts.runs_in_kernel:
+    """Warn if training on CPU ranks needs more memory than there is."""
+    if facts.memory is None or facts.runs_in_kernel or not facts.on_cpu:
         return
-    weights = facts.weight_bytes if facts.on_cpu else 0
-    available, ranks = facts.memory.available, facts.ranks
+    available, weights = facts.memory.available, facts.weight_bytes
     # Twice the weights: training needs at least gradients of the same size.
-    if ranks * (facts.built_bytes + 2 * weights) <= available:
+    if facts.ranks * 2 * weights <= available:
         return
-    most = ranks * (facts.built_bytes + 4 * weights)
-    parts = [f"builds {format_bytes(facts.built_bytes)}"] if facts.built_bytes else []
-    if weights:
-        parts.append(
-            f"trains {format_bytes(weights)} of weights ({format_bytes(4 * weights)} with "
-            "gradients and Adam's two moments)"
-        )
-    once = "Build the model once, in a cell above, and pass it as a parameter. "
-    share = "" if facts.on_cpu else once
-    fewer = "Use fewer ranks, or train" if facts.device in ("cpu", "cuda") else "Or train"
     yield Finding(
         "memory",
-        f"{plural(facts.ranks, 'rank')} may need {format_bytes(most)} of memory; "
-        f"{format_bytes(available)} is available ({facts.memory.limit_text}). "
-        f"Each rank {' and '.join(parts)}.",
-        f"{share}{fewer} a smaller model. Without enough memory, the system kills a rank "
+        f"{plural(facts.ranks, 'rank')} may need {format_bytes(facts.ranks * 4 * weights)} of "
+        f"memory; {format_bytes(available)} is available ({facts.memory.limit_text}). Each rank "
+        f"trains {format_bytes(weights)} of weights ({format_bytes(4 * weights)} with gradients "
+        "and Adam's two moments).",
+        "Use fewer ranks, or train a smaller model. Without enough memory, the system kills a rank "
         "(SIGKILL).",
     )
 

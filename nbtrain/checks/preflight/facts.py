@@ -68,8 +68,6 @@ class Facts:
     """The size of the trainable parameters that the task refers to."""
     workers_per_rank: int = 0
     """DataLoader workers."""
-    built_bytes: int = 0
-    """The size of the models that each rank loads for itself."""
     threads_per_rank: int = 1
     memory: Memory | None = None
     shared_memory: Space | None = None

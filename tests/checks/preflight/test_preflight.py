@@ -242,14 +242,13 @@ def test_fresh_processes_inherit_no_accelerator_and_no_process_group() -> None:
 # The host
 
 
-def test_memory_is_weighed_against_what_every_rank_builds_and_trains() -> None:
+def test_memory_is_weighed_against_what_every_rank_trains() -> None:
     memory = Memory(8 * GIB, 64 * GIB, 8 * GIB, capped=True)
     assert preflight.run_checks(facts(4, memory=memory, weight_bytes=GIB)) == []
     line = said(facts(5, memory=memory, weight_bytes=GIB), "warn")
     assert "5 ranks may need 20.0 GiB of memory; 8.0 GiB is available" in line
     assert "(this container's limit is 8.0 GiB)" in line
     assert "trains 1.0 GiB of weights" in line
-    assert "builds 3.0 GiB" in said(facts(3, memory=memory, built_bytes=3 * GIB), "warn")
     assert preflight.run_checks(on_gpus(2, GPU, GPU, memory=memory, weight_bytes=3 * GIB)) == []
 
 
@@ -416,11 +415,7 @@ def test_every_reason_is_in_one_error_and_warnings_do_not_raise() -> None:
         preflight.check(made, "cpu", InlineEngine())
     assert len(str(caught.value).splitlines()) == 2
     calm = replace(made, timeout=None, mixed_precision="no")
-    huge = preflight.check(calm, "cpu", InlineEngine(), lambda: 1 << 60)
-    assert huge == []
-    forked = Plan(Call(print), "print", num_processes=1, engine="fork")
-    (warning,) = preflight.check(forked, "cpu", ForkEngine(), built_bytes=lambda: 1 << 60)
-    assert warning.text.startswith("1 rank may need")
+    assert preflight.check(calm, "cpu", InlineEngine()) == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors are Linux's here")
