@@ -133,7 +133,7 @@ def _start_rank(
     order: dict[str, Any], number: int, gate: int, connection: socket.socket, between: int
 ) -> int:
     os.setsid()
-    deadline = time.monotonic() + limits.REPARENT_TIMEOUT_S
+    deadline = time.monotonic() + limits.FORK_TIMEOUT_S
     while (parent := os.getppid()) == between and time.monotonic() < deadline:
         time.sleep(0.0002)
     if parent != order["parent"]:

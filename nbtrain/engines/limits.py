@@ -9,12 +9,6 @@ MAX_SERVER_FAILURES = 2
 SERVER_IDLE_LIMIT_S = 1800.0
 """A fork server without a launch for so long ends, and frees its memory."""
 
-REPARENT_TIMEOUT_S = 5.0
-"""For a rank to become the kernel's child, which takes less than 1 ms."""
-
-STORE_TIMEOUT_S = 5
-"""For the store's own connection to itself, which is never used."""
-
 MAX_STORE_GROWTH_BYTES = 1 << 30
 """Address space that the store's process may use in addition to that of the fork."""
 

@@ -171,7 +171,7 @@ def serve(listener: socket.socket) -> Any:
         host,
         port,
         is_master=True,
-        timeout=timedelta(seconds=limits.STORE_TIMEOUT_S),
+        timeout=timedelta(seconds=limits.FORK_TIMEOUT_S),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )

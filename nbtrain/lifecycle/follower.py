@@ -118,7 +118,7 @@ class Follower:
                     return True
                 self._supervisor = None
                 return False
-        deadline = time.monotonic() + limits.FOLDER_RECREATE_TIMEOUT_S
+        deadline = time.monotonic() + 10 * limits.FOLDER_CHECK_INTERVAL_S
         while not self._folder.path.exists():
             if time.monotonic() > deadline:
                 return False

@@ -13,12 +13,6 @@ FOLDER_CHECK_INTERVAL_S = 0.5
 """Between two checks whether the run's folder exists, its disk has space, and its supervisor runs.
 A check takes less than 0.1 ms on a local disk."""
 
-FOLDER_RECREATE_TIMEOUT_S = 5.0
-"""A supervisor makes a deleted folder again within this time, also on a busy host."""
-
-FIRST_SAMPLE_DELAY_S = 0.2
-"""Tasks of live ranks are measured after this time. Most have ended by then."""
-
 RESERVED_BYTES = 1 << 16
 """Kept free on the disk for the launcher's events, and the same for each rank's. An event has a few
 hundred bytes."""
@@ -31,9 +25,8 @@ MAX_LIVE_BOARDS = 3
 START_TIMEOUT_S = 20.0
 """A cell waits this long for the ranks of a background run to start. They take 1 to 3 s."""
 
-FIRST_RESTART_DELAY_S = 1.0
-MAX_RESTART_DELAY_S = 30.0
-"""Before the second attempt; the delay doubles before each further one, up to the maximum."""
+RESTART_DELAY_S = 1.0
+"""Before the second attempt; the delay before each further one is longer by as much."""
 
 IMPORT_TIMEOUT_S = 3.0
 """An interrupt ends an import that takes longer. The longest module of torch takes 0.4 s."""
@@ -41,9 +34,6 @@ IMPORT_TIMEOUT_S = 3.0
 MAX_TEMPDIR_CHARS = 58
 """Paths of sockets are too long in a longer temporary folder. They have at most 107 bytes (103 on
 macOS), and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
-
-SCRATCH_KEPT_S = 86400.0
-"""An empty temporary folder of a launcher that ended is deleted after this time."""
 
 # Stopping.
 
@@ -61,9 +51,6 @@ UNKILLABLE_AFTER_S = 15.0
 UNRESPONSIVE_AFTER_S = 5.0
 """Live ranks that ignore an interrupt for so long are reported."""
 
-STOP_STACKS_TIMEOUT_S = 0.2
-"""Ranks have this time to send their stacks before they are stopped. Most take a few ms."""
-
 # What is kept, and what is read.
 
 PRUNE_EVERY_TASKS = 8
@@ -72,17 +59,8 @@ PRUNE_EVERY_TASKS = 8
 MAX_RESULT_IN_MEMORY_BYTES = 1 << 20
 """Smaller results stay in memory after the run, so that its folder may be pruned."""
 
-MAX_PREVIOUS_CURVES = 20
-"""Names of runs whose last curve is kept, for the next board."""
-
-MAX_NAMED_CELLS = 1000
-"""Cells that stacks of a run can name, the last ones."""
-
 MAX_RANKS_READ = 16
 """Ranks whose last metrics are read and averaged in a list of runs."""
-
-MAX_PARAMETER_ENTRIES = 50
-"""Entries of a dict that are listed as parameters, the first ones."""
 
 MAX_PARAMETER_CHARS = 200
 """A longer text is data, not a parameter."""

@@ -18,6 +18,7 @@ from ..findings import Finding
 from ..hangs.failures import find_causes
 from ..hangs.verdict import describe_rank_failure
 from ..system.processes import process_identity
+from ..tracking import limits as tracking_limits
 from ..tracking.run_folder import archive_attempt
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
@@ -175,14 +176,14 @@ def _delete_abandoned(parent: Path) -> None:
         for path in parent.glob(f"{SCRATCH_PREFIX}*-*"):
             pid = path.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
             with contextlib.suppress(OSError):  # not empty, of another user, or deleted
-                is_old = time.time() - path.lstat().st_mtime > limits.SCRATCH_KEPT_S
+                is_old = time.time() - path.lstat().st_mtime > tracking_limits.REMOTE_RUN_KEPT_S
                 if is_old and pid.isdecimal() and process_identity(int(pid)) is None:
                     path.rmdir()
 
 
 def restart_delay_s(number: int) -> float:
     """Return the seconds to wait before attempt `number`, so that a cause may disappear."""
-    return min(limits.MAX_RESTART_DELAY_S, limits.FIRST_RESTART_DELAY_S * 2.0 ** (number - 2))
+    return limits.RESTART_DELAY_S * (number - 1)
 
 
 def can_restart(state: RunState) -> bool:

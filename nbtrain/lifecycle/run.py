@@ -531,7 +531,7 @@ def _keep_curve(run: Run) -> None:
     ]
     _previous_curves.pop(state.name, None)
     _previous_curves[state.name] = {"title": title, "metric": metric, "points": rounded}
-    while len(_previous_curves) > limits.MAX_PREVIOUS_CURVES:
+    while len(_previous_curves) > tracking_limits.MAX_RUNS:
         del _previous_curves[next(iter(_previous_curves))]
 
 

@@ -22,6 +22,7 @@ from ..system.source_files import cell_numbers
 from ..system.text import strip_escapes
 from ..tracking import clock
 from ..tracking import events as ev
+from ..tracking import limits as tracking_limits
 from ..tracking.overview import history
 from ..tracking.overview.epochs import main_metric
 from ..tracking.replay import initial_state
@@ -147,7 +148,7 @@ def manifest(
 
 def _cells(plan: Plan) -> dict[str, str]:
     """Return the name of each cell, by its file name. IPython 7 only knows the present cell."""
-    numbers = dict(list(cell_numbers().items())[-limits.MAX_NAMED_CELLS :])
+    numbers = dict(list(cell_numbers().items())[-tracking_limits.MAX_ITEMS :])
     if isinstance(plan.task, Cell) and plan.task.number is not None:
         numbers[plan.task.filename] = plan.task.number
     return {file: f"In[{number}]" for file, number in numbers.items()}
@@ -162,7 +163,7 @@ def parameters(task: Task) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in arguments(task, with_defaults=True).items():
         values[name] = value
-        items = list(value.items())[: limits.MAX_PARAMETER_ENTRIES] if type(value) is dict else []
+        items = list(value.items())[: tracking_limits.MAX_METRICS] if type(value) is dict else []
         values |= {f"{name}.{key}": each for key, each in items if type(key) is str}
     return {
         name: value

@@ -19,6 +19,7 @@ from ..checks.rank_comparison import WorkComparison
 from ..engines import Exit, Ranks
 from ..errors import NbtrainError
 from ..findings import Finding
+from ..hangs import limits as hang_limits
 from ..hangs import stacks
 from ..hangs.exit_causes import Cause, ExitCauses
 from ..hangs.explain import describe_places
@@ -137,7 +138,7 @@ class Supervisor:
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
         has_begun = False
         first_sample_time = time.monotonic() + (
-            limits.FIRST_SAMPLE_DELAY_S if self._ranks_stay else 0.0
+            2 * limits.POLL_INTERVAL_S if self._ranks_stay else 0.0
         )
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._stop.is_unkillable(time.monotonic()):
@@ -194,7 +195,7 @@ class Supervisor:
             are_far = self._folder.questions.exists()
             where = describe_places(
                 stacks.read_stacks(
-                    self._folder, running, None if are_far else limits.STOP_STACKS_TIMEOUT_S
+                    self._folder, running, None if are_far else hang_limits.REPLY_TIMEOUT_S
                 )
             )
             where = f"{where[:1].upper()}{where[1:]}"
@@ -359,7 +360,7 @@ class Supervisor:
             # On a slow disk, a rank writes its stacks for seconds, and cannot react to a signal.
             if running and not self._folder.questions.exists():
                 return describe_places(
-                    stacks.read_stacks(self._folder, running, limits.STOP_STACKS_TIMEOUT_S)
+                    stacks.read_stacks(self._folder, running, hang_limits.REPLY_TIMEOUT_S)
                 )
         return ""
 

@@ -29,7 +29,6 @@ OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _has_set_check = False
-_CUDA_SUCCESS = 0
 _count = ctypes.c_int()
 _driver: Any = None
 _loads_seen: int | None = None
@@ -96,7 +95,7 @@ def cuda_is_initialized() -> bool:
     """Return whether CUDA is initialised in this process; False if its driver is not loaded."""
     driver = _loaded_driver()
     try:
-        return driver is not None and driver.cuDeviceGetCount(ctypes.byref(_count)) == _CUDA_SUCCESS
+        return driver is not None and not driver.cuDeviceGetCount(ctypes.byref(_count))
     except AttributeError:  # a library of that name that is not the driver
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import platform
 import threading
@@ -14,8 +15,6 @@ from typing import Any
 
 DEFAULT_CPU_RANKS = 2
 """The default number of ranks on a host without an accelerator."""
-
-_BYTES_PER_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -194,6 +193,13 @@ class GpuWatch:
                 self._closing.wait(self._pause(time.monotonic() - begun))
 
 
+class ComputeMode(enum.IntEnum):
+    """How many processes a GPU accepts, as NVML numbers it."""
+
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
+
+
 def describe(nvml: Any) -> tuple[Gpu, ...]:
     """Return the GPUs that an initialised NVML lists.
 
@@ -213,17 +219,14 @@ def _describe(nvml: Any, index: int, driver: str) -> Gpu:
         *(_call(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()),
         *(_call(nvml, nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()),
     ]
-    used_mib = {
-        p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory // _BYTES_PER_MIB
-        for p in running
-    }
+    used_mib = {p.pid: None if p.usedGpuMemory is None else p.usedGpuMemory >> 20 for p in running}
     rates = _call(nvml, nvml.nvmlDeviceGetUtilizationRates, handle)
     return Gpu(
         index,
         _uuid(nvml, index),
         _call(nvml, nvml.nvmlDeviceGetName, handle) or "GPU",
-        total=memory.total // _BYTES_PER_MIB if memory else 0,
-        used=memory.used // _BYTES_PER_MIB if memory else 0,
+        total=memory.total >> 20 if memory else 0,
+        used=memory.used >> 20 if memory else 0,
         holders=tuple(Holder(pid, mib) for pid, mib in used_mib.items()),
         mode=_call(nvml, nvml.nvmlDeviceGetComputeMode, handle) or 0,
         driver=driver,

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import enum
 import functools
 import os
 from pathlib import Path
 from typing import Any
 
 from .files import OUT_OF_DESCRIPTORS
+
+
+class Prctl(enum.IntEnum):
+    """Options of Linux's `prctl`."""
+
+    SET_PDEATHSIG = 1
+    SET_CHILD_SUBREAPER = 36
+    GET_CHILD_SUBREAPER = 37
+
+
+def prctl(option: Prctl, value: Any) -> None:
+    """Set an attribute of this process, or read it into a reference. Linux alone has it."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def process_identity(pid: Any) -> str | None:

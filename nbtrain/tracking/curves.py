@@ -303,7 +303,7 @@ class CurvesDraft:
             or len({*known, *self._logged}) < limits.MAX_METRICS
         ):
             _draft(self._logged, known, name).add(rank, step, value)
-        elif len(self._uncharted) < limits.MAX_COUNTED_NAMES:
+        elif len(self._uncharted) < limits.MAX_ITEMS:
             self._uncharted.add(hash(name))
 
     def add_automatic(self, rank: int, step: float, name: str, value: float) -> None:
@@ -317,7 +317,7 @@ class CurvesDraft:
         return Curves(
             MappingProxyType({**old.logged, **self._logged}),
             MappingProxyType({**old.automatic, **self._automatic}),
-            old.uncharted if len(old.uncharted) >= limits.MAX_COUNTED_NAMES else uncharted,
+            old.uncharted if len(old.uncharted) >= limits.MAX_ITEMS else uncharted,
         )
 
 

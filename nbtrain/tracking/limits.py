@@ -11,11 +11,9 @@ MAX_METRICS = 32
 MAX_CURVE_BINS = 256
 """Bins of a curve. When it has more, it halves its resolution."""
 
-MAX_COUNTED_NAMES = 1000
-"""Metrics without a curve that are counted."""
-
 MAX_ITEMS = 1000
-"""Epochs of a rank, and values that it saved for the notebook, the last of each."""
+"""Epochs of a rank, values that it saved for the notebook, and cells that stacks can name, the last
+of each; and metrics without a curve that are counted."""
 
 MAX_EVENTS_KEPT = 16
 """Restarts of a run, phases of a rank before its first step, and its progress bars, the last of

@@ -193,7 +193,7 @@ def test_on_gpus_a_second_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_by_spawn_and_with_restarts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbtrain.lifecycle.limits.FIRST_RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr("nbtrain.lifecycle.limits.RESTART_DELAY_S", 0.05)
 
     def fails_once() -> int:
         if nbtrain.attempt() == 1:

@@ -15,7 +15,7 @@ from ...planning.plan import OPTIONS
 from ...planning.shared_handles import Kind
 from ...system import tpu
 from ...system.accelerator_guard import OF_ONE_PROCESS
-from ...system.gpus import Holder
+from ...system.gpus import ComputeMode, Holder
 from ...system.text import format_bytes, format_bytes_of, plural, with_article
 from ...system.tpu import XLA_INSTALL
 from .. import limits
@@ -166,9 +166,6 @@ def check_inline_timeout(facts: Facts) -> Iterator[Finding]:
         )
 
 
-_EXCLUSIVE_MODE, _PROHIBITED_MODE = 3, 2
-
-
 def check_gpu_count(facts: Facts) -> Iterator[Finding]:
     """Refuse more ranks than GPUs, unless they use gloo: NCCL takes one rank on each GPU."""
     ranks, gpus = facts.ranks, facts.gpu_count
@@ -226,14 +223,16 @@ def check_compute_mode(facts: Facts) -> Iterator[Finding]:
     """Refuse or warn where a GPU's compute mode allows one process at a time, or none."""
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
         remedy = f"Run `nvidia-smi -i {gpu.index} -c DEFAULT` as root, or leave this GPU out."
-        if gpu.mode == _PROHIBITED_MODE:
+        if gpu.mode == ComputeMode.PROHIBITED:
             yield Finding(
                 "gpu-mode",
                 f"GPU {gpu.index} accepts no process (compute mode PROHIBITED).",
                 remedy,
                 "refuse",
             )
-        elif gpu.mode == _EXCLUSIVE_MODE and (gpu.holders or facts.ranks > facts.gpu_count):
+        elif gpu.mode == ComputeMode.EXCLUSIVE_PROCESS and (
+            gpu.holders or facts.ranks > facts.gpu_count
+        ):
             there = ", ".join(facts.holder_names.get(h.pid, f"pid {h.pid}") for h in gpu.holders)
             yield Finding(
                 "gpu-mode",

@@ -28,12 +28,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...system.files import is_readable
+from ...system.processes import Prctl, prctl
 from ...system.source_files import is_library
 from ...tracking.launch_log import LOGGER
 from .. import limits
 from .interpreter import interpreter_command
-
-_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 _READ_AT_IMPORT = (
     *("ACCELERATE_", "HF_", "HUGGINGFACE_", "SAFETENSORS_", "TRANSFORMERS_", "USE_", "DISABLE_"),
@@ -283,11 +282,11 @@ def _file_of(name: str, default: str) -> str:
 @contextlib.contextmanager
 def _subreaper() -> Iterator[None]:
     """Make this process the new parent of descendants whose parent exits, during the body."""
-    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    before = ctypes.c_int()
     with _subreaper_lock:
-        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        prctl(Prctl.GET_CHILD_SUBREAPER, ctypes.byref(before))
+        prctl(Prctl.SET_CHILD_SUBREAPER, 1)
         try:
             yield
         finally:
-            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+            prctl(Prctl.SET_CHILD_SUBREAPER, before.value)

@@ -12,7 +12,6 @@ import asyncio
 import atexit
 import builtins
 import contextlib
-import ctypes
 import errno
 import faulthandler
 import getpass
@@ -27,8 +26,8 @@ from typing import Any
 
 from ...system import accelerator_guard, accelerator_hooks
 from ...system.instrumentation import replace
+from ...system.processes import Prctl, prctl
 
-_PR_SET_PDEATHSIG = 1
 _keep: list[object] = []
 """Objects of the kernel whose finalizers must not run here: zmq sockets, old streams."""
 
@@ -73,7 +72,7 @@ def leave_kernel(log: Path) -> int | None:
 def exit_with_parent(parent: int) -> None:
     """Let Linux kill this process when its parent, or the thread that forked it, exits."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(Prctl.SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent exited before the call
         os._exit(1)
 

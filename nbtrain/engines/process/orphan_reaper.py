@@ -21,9 +21,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 _TRACKER = b"multiprocessing.resource_tracker"
-_MAX_ROUNDS = 5
-"""How often sessions are read, because their processes may fork at the same time."""
-
 _LEDGER = "ranks"
 """The file in the scratch folder with the pids of ranks that are not reaped yet."""
 
@@ -39,7 +36,7 @@ def signal_sessions(leaders: Collection[int], number: int) -> None:
     for leader in leaders:
         _signal(leader, number)
     seen = set(leaders)
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(5):  # processes of these sessions may fork at the same time
         try:
             new = _members(leaders) - seen
         except OSError:  # no /proc, or no descriptors: signal the process groups

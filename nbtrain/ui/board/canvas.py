@@ -165,7 +165,7 @@ def draw(
         drawn += theme.draw_folded(title, _draw_row(small[per_row:]), "margin:4px 0 0")
     more = max(0, len(curves) - 1 - len(small)) + len(state.curves.uncharted)
     if more > 0:
-        is_full = len(state.curves.uncharted) >= tracking_limits.MAX_COUNTED_NAMES
+        is_full = len(state.curves.uncharted) >= tracking_limits.MAX_ITEMS
         count = f"{more:,}+ more metrics" if is_full else plural(more, "more metric")
         drawn += f'<div style="{theme.SOFT}">… and {count} in run.history</div>'
     return drawn
