@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engines import Engine
+from ...lifecycle import limits
 from ...lifecycle.launch_sides import Companion, LaunchSide
 from ...system.text import format_ranks
 from ...tracking.state import RankState, RunState
@@ -20,9 +21,6 @@ from ...ui.displays.prompt import Prompt
 
 SAME_RANK_PROMPT_S = 1.0
 """A rank that runs one line keeps the prompt for so long before another rank's turn."""
-
-DEBUGGER_POLL_S = 0.02
-"""Between two checks while the user types."""
 
 HELP = "p x: show x · n: next line · c: continue · q: end the {what}"
 _AFTERWARDS = "p x: show x · u: go up to the caller · d: go down again · q: leave"
@@ -199,7 +197,7 @@ class Conversation(Companion):
         while open_ones and time.monotonic() < deadline:
             self._listen()
             open_ones = {r for r in open_ones if r in self._channels and r not in self._said}
-            time.sleep(DEBUGGER_POLL_S if open_ones else 0.0)
+            time.sleep(limits.DEBUGGER_POLL_S if open_ones else 0.0)
         for rank in ranks:  # in the order of ranks
             self._show_of(rank)
         for rank in sorted(open_ones):

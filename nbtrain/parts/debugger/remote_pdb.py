@@ -12,15 +12,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from ...lifecycle.limits import POLL_INTERVAL_S
 from ...system.source_files import RANK_BODY, is_own, short_name
 from ...transport.channel import Channel, Listener
+from ...transport.limits import MAX_EXCEPTION_CHARS
 from ...worker import stopping
-
-STOP_CHECK_INTERVAL_S = 0.1
-"""Between two checks whether the rank has been requested to stop."""
-
-MAX_SHOWN_CHARS = 1_000_000
-"""Characters that are shown at once, the first ones."""
 
 GO_ON = "c\n"
 
@@ -103,10 +99,9 @@ class NotebookFile:
 
     def _send(self, message: dict[str, Any]) -> bool:
         text, self._text = "".join(self._text), []
-        if len(text) > MAX_SHOWN_CHARS:
-            text = (
-                f"{text[:MAX_SHOWN_CHARS]}\n… and {len(text) - MAX_SHOWN_CHARS:,} characters more\n"
-            )
+        if len(text) > MAX_EXCEPTION_CHARS:
+            left = len(text) - MAX_EXCEPTION_CHARS
+            text = f"{text[:MAX_EXCEPTION_CHARS]}\n… and {left:,} characters more\n"
             text += message.get("prompt", "")
         channel = self._accept_channel()
         if channel is None:
@@ -120,7 +115,7 @@ class NotebookFile:
     def _accept_channel(self) -> Channel | None:
         """Return the channel, once someone has connected."""
         while self._channel is None and self._listener is not None and not _is_to_stop():
-            self._channel = self._listener.accept(STOP_CHECK_INTERVAL_S)
+            self._channel = self._listener.accept(POLL_INTERVAL_S)
             if self._channel is not None:
                 self._channel.trust()
         return self._channel
@@ -130,7 +125,7 @@ class NotebookFile:
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
         while not _is_to_stop():
-            if poller.poll(1000 * STOP_CHECK_INTERVAL_S):
+            if poller.poll(1000 * POLL_INTERVAL_S):
                 try:
                     return str(self._channel.receive()[0]["line"])
                 except (EOFError, ValueError, KeyError):

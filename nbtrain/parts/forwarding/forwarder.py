@@ -23,6 +23,7 @@ from ...engines.process import kernel_detach
 from ...engines.process.forking import fork_process, ready_to_fork
 from ...findings import Finding
 from ...lifecycle.launch_sides import Companion
+from ...lifecycle.limits import FOLDER_CHECK_INTERVAL_S
 from ...planning.plan import Plan
 from ...system.files import is_readable
 from ...tracking import clock
@@ -35,9 +36,6 @@ from ...tracking.state import RunState
 
 READ_INTERVAL_S = 0.25
 """Between two readings of the run's folder."""
-
-WATCH_CHECK_INTERVAL_S = 1.0
-"""Between two checks whether a process watches the run."""
 
 END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for trackers; what is left is sent behind it."""
@@ -219,7 +217,7 @@ def _follow(
             is_lost = not new  # the launcher ended, or it gave the run up
         end = ev.from_line(received) if received.endswith(b"\n") else None
         if not is_lost and time.monotonic() >= looks:
-            looks = time.monotonic() + WATCH_CHECK_INTERVAL_S
+            looks = time.monotonic() + FOLDER_CHECK_INTERVAL_S
             is_lost = not is_watched(folder)
         is_over = end is not None or is_lost
         ready, closing = split_closing((all_events if is_over else new_events)(reader.launcher), [])

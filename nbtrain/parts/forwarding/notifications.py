@@ -13,13 +13,11 @@ from ...planning.secrets import mask_text
 from ...system.text import shorten
 from ...tracking import clock
 from ...tracking import events as ev
+from ...tracking.limits import MAX_NOTE_CHARS
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from ...ui import rank_texts, run_texts
 from ...ui.board import header
-
-_MAX_LINE_CHARS = 500
-"""Characters of a line."""
 
 
 class Notifier:
@@ -76,7 +74,7 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
         why = numbers or "; ".join(map(str, run_texts.results(state))) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
     lines = (why, run_texts.facts(state, now), place)
-    return header.sentence(state, now), "\n".join(shorten(line, _MAX_LINE_CHARS) for line in lines)
+    return header.sentence(state, now), "\n".join(shorten(line, MAX_NOTE_CHARS) for line in lines)
 
 
 def reason(state: RunState) -> str:

@@ -17,6 +17,7 @@ from ...tracking import events as ev
 from ...tracking.overview import history
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
+from ...transport.limits import MAX_EXCEPTION_CHARS
 from .notifications import reason
 
 STEP_TIMEOUT_S = 30.0
@@ -27,11 +28,6 @@ MACHINE_REPORT_INTERVAL_S = 10.0
 
 PROJECT = "nbtrain"
 """The project (experiment) of runs, where the tracker's own variable names no other."""
-
-_MAX_ERROR_CHARS = 10_000
-"""Characters of an error's text that are looked through."""
-
-_BYTES_PER_GIB = 2.0**30
 
 _VARIABLES = {"wandb": "WANDB_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
 """Which variable names the project: an argument of the tracker would come before it."""
@@ -79,7 +75,9 @@ class RunTracker:
 
     def explain(self, error: BaseException) -> str:
         """Return the text of the note for an error of the tracker."""
-        text = strip_escapes(mask_text(str(error)[:_MAX_ERROR_CHARS]), 300) or type(error).__name__
+        text = (
+            strip_escapes(mask_text(str(error)[:MAX_EXCEPTION_CHARS]), 300) or type(error).__name__
+        )
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:
@@ -270,11 +268,11 @@ def _figures(event: ev.Event) -> Iterable[tuple[str, float]]:
         gpu = event.gpu_memory
         every = {
             "cpu cores per rank": event.cpu,
-            "memory GiB per rank": None if event.memory is None else event.memory / _BYTES_PER_GIB,
-            "gpu memory GiB per rank": None if gpu is None else gpu / _BYTES_PER_GIB,
+            "memory GiB per rank": None if event.memory is None else event.memory / (1 << 30),
+            "gpu memory GiB per rank": None if gpu is None else gpu / (1 << 30),
         }
         return [(name, value) for name, value in every.items() if value is not None]
     if isinstance(event, ev.Host):
-        host = [("host memory GiB", event.used / _BYTES_PER_GIB)]
+        host = [("host memory GiB", event.used / (1 << 30))]
         return [*host, *((f"gpu {n} percent", use) for n, *_, use in event.gpus if use is not None)]
     return ()

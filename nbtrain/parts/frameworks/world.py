@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from ...errors import LaunchError
+from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.world import Placement
 from ...system.network import is_loopback, own_address
 from ...transport.job import Job
 
 JOIN_TIMEOUT_S = 300.0
 """As JAX waits for its processes."""
-
-POLL_INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
                 f"rank {missing} did not join the others within {timeout_s:.0f} s. Every rank has "
                 "to create the strategy, or to call `initialize`"
             )
-        time.sleep(POLL_INTERVAL_S)
+        time.sleep(POLL_INTERVAL_S / 10)
     published = [store.get(rank).decode().split() for rank in ranks]
     _addresses = Addresses(tuple(worker for worker, _ in published), published[0][1])
     return _addresses

@@ -24,6 +24,7 @@ from typing import Any
 from ...engines.fork import ForkEngine
 from ...errors import LaunchError
 from ...findings import Finding
+from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.plan import Plan, Task
 from ...planning.world import Placement, Rendezvous
 from ...system.network import interface_of, is_loopback, own_address
@@ -34,9 +35,6 @@ from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
 from ...transport.job import Job
 from ...worker import api
-
-POLL_S = 0.1
-"""Between two readings of the store. Its own waits are in C and cannot be interrupted."""
 
 SIGN_OF_LIFE_S = 30.0
 """Between two signs of a rank that waits for other nodes; without them it would count as hung."""
@@ -126,7 +124,7 @@ class MultinodeEngine(ForkEngine):
             if waited > 1 and not is_shown:
                 is_shown = True
                 _show("done on this node; waiting for the ranks of the others")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def _bind(nodes: Rendezvous) -> socket.socket:
@@ -205,7 +203,7 @@ class Meeting:
             if self._rank == 0 and missing != shown:
                 shown = missing
                 _show(f"waiting for the other nodes: {missing}")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         if shown:
             _show("")
         writer.write(ev.Phase(clock.now(), self._rank))

@@ -14,11 +14,9 @@ from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...worker.hooks import Observer, tell
+from ...worker.limits import REPORT_INTERVAL_S
 from ...worker.observers.data_loading import tensors
 from . import xla
-
-READ_INTERVAL_S = 0.2
-"""Between two readings of the counts, which take microseconds."""
 
 MOST_SHAPES = 3
 """How many batches of a new shape are reported; more would repeat the advice."""
@@ -74,7 +72,7 @@ class CompilationMeter(Observer):
         self._shapes.append(shapes)
 
     def _watch(self) -> None:
-        while not self._over.wait(READ_INTERVAL_S):
+        while not self._over.wait(REPORT_INTERVAL_S):
             self.look()
 
     def look(self) -> None:

@@ -18,12 +18,6 @@ from ...worker.rank_sides import RankSide
 from . import xla
 from .compilation import CompilationMeter
 
-READ_INTERVAL_S = 0.5
-"""Seconds between two times that values are read."""
-
-LAST_VALUES_TIMEOUT_S = 0.5
-"""Seconds that a rank which failed waits for the last values: they may never be computed."""
-
 _Pending = list[tuple[Mapping[str, Any], Then]]
 
 
@@ -80,7 +74,7 @@ class XlaScalars:
 
     def _step_ended(self, device: str) -> None:
         self._observed.discard(device)
-        self._due = time.monotonic() + READ_INTERVAL_S
+        self._due = time.monotonic() + limits.REPORT_INTERVAL_S
         self._ended.put(self._waiting.pop(device, []))
         if not self._reading.locked():
             self._start_reader()
@@ -106,4 +100,4 @@ class XlaScalars:
         for device in list(self._waiting):
             self._ended.put(self._waiting.pop(device))
         if not self._ended.empty() or self._reading.locked():
-            self._start_reader().join(None if wait else LAST_VALUES_TIMEOUT_S)
+            self._start_reader().join(None if wait else limits.REPORT_INTERVAL_S)
