@@ -310,7 +310,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     and `engine` is an engine that the plan cannot name: live ranks. Raises the error of the run.
     """
     if api.active is not None:
-        raise nested_launches.refusal("nbtrain", getattr(plan.task, "function", None) or plan.name)
+        raise nested_launches.refusal("nbtrain")
     for side in launch_sides():
         side.check(plan)
     plan, findings = _apply_config(plan)

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from tests.support.kernel import Notebook
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "launcher"),
     [
-        (
-            "notebook_launcher(train, num_processes=2)",
-            "would start ranks within rank R of this run. Call `train(…)` itself instead",
-        ),
-        (
-            "torch.multiprocessing.spawn(train, nprocs=2)",
-            "mp.spawn would start ranks within rank R of this run. Call `train(nbtrain.rank(), …)`",
-        ),
-        (  # as Ignite and detectron2 do: a function of theirs gets the user's
-            "import logging; torch.multiprocessing.spawn(logging.info, ('gloo', (train,)), 2)",
-            "mp.spawn would start ranks within rank R of this run. Call `train(…)` itself instead",
-        ),
-        (
-            "import logging; torch.multiprocessing.spawn(logging.info, ('gloo',), 2)",
-            "Leave out the option by which logging starts processes: every rank runs this line.",
-        ),
-        (
-            "import functools; torch.multiprocessing.spawn(functools.partial(train, 1), nprocs=2)",
-            "Call `train(nbtrain.rank(), …)` itself instead",
-        ),
-        ("nbtrain.launch(train)", "nbtrain would start ranks within rank R of this run. Call"),
-        ("get_ipython().run_line_magic('distributed', 'train()')", "nbtrain would start ranks"),
+        ("notebook_launcher(train, num_processes=2)", "notebook_launcher"),
+        ("torch.multiprocessing.spawn(train, nprocs=2)", "mp.spawn"),
+        ("nbtrain.launch(train)", "nbtrain"),
+        ("get_ipython().run_line_magic('distributed', 'train()')", "nbtrain"),
     ],
 )
-def test_a_launcher_in_a_rank_is_refused_in_one_sentence(
-    notebook: Notebook, call: str, message: str
-) -> None:
+def test_a_launcher_in_a_rank_is_refused(notebook: Notebook, call: str, launcher: str) -> None:
     notebook.run("from accelerate import notebook_launcher\ndef train(*args):\n    return args")
     notebook.run(f"def main(again=True):\n    if again:\n        {call}")
     out = notebook.run("nbtrain.launch(main)")
     assert out.ename == "LaunchError"
-    assert message in re.sub(r"rank \d", "rank R", out.evalue)
+    assert out.evalue.startswith(launcher)
     assert "----> 3" in out.traceback
 
 
