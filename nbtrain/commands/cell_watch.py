@@ -147,6 +147,7 @@ class CellWatch:
             cell.at += 1
 
     def _after_cell(self, result: Any) -> None:
+        """Print what the cell that has ended hides: a refused launch, an initialised GPU."""
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
@@ -188,6 +189,7 @@ class CellWatch:
         return line
 
     def _warn(self, inits: list[accelerator_guard.AcceleratorInit]) -> None:
+        """Print, for each initialised accelerator, which ranks cannot use it and what to do."""
         for init in inits if self.mode != "off" else ():
             remedy = f"Restart the kernel and use {init.name} only inside the training function"
             on_tpu = init.name in accelerator_guard.OF_ONE_PROCESS
@@ -261,6 +263,7 @@ def _make_mark(after: ast.stmt) -> ast.stmt:
 
 
 def _position(first: ast.stmt, last: ast.stmt) -> dict[str, Any]:
+    """Return the position, for a new syntax tree, that spans two statements."""
     return {
         "lineno": first.lineno,
         "col_offset": first.col_offset,

@@ -55,6 +55,7 @@ _JSON = "print it as JSON, for a program"
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command ``nbtrain``, with the commands of the parts."""
     parser = argparse.ArgumentParser(
         prog="nbtrain", description="Train on many devices from a notebook cell."
     )
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the command that was parsed; return the exit code."""
     if of_part := part.shell_commands().get(options.command):
         return int(part.load(of_part.run)(options))
     match options.command:
@@ -156,6 +158,7 @@ def _print_json(value: object) -> None:
 
 
 def _stop_run(run: Run) -> int:
+    """Stop a run and wait for its end; return the exit code, 130 after Ctrl-C."""
     try:
         _print_text(catalog.stop(run, "by `nbtrain stop`", "nbtrain"))
     except KeyboardInterrupt:  # Ctrl-C ends only the wait; the run still stops

@@ -118,6 +118,7 @@ def examine() -> Examination:
 
 
 def _findings(ranks: int, device: str) -> dict[str, list[Finding]]:
+    """Return what a launch would find now, by engine; an engine that is switched off refuses."""
     findings = {}
     for name in ("xla",) if device == "xla" else ("fork", "spawn"):
         try:
@@ -178,6 +179,7 @@ def to_dict(seen: Examination | None = None) -> dict[str, Any]:
 
 
 def _host_to_dict(ranks: int) -> dict[str, Any]:
+    """Return the host's memory, CPUs, quotas and run folders as a dict for JSON, sizes in bytes."""
     memory, shared = host.memory(), host.shared_memory()
     return {
         "memory": {
@@ -296,6 +298,7 @@ def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> 
 
 
 def _versions(build: TorchBuild | None, trouble: str) -> Iterator[Row]:
+    """Yield the versions of torch and of the packages that nbtrain uses, and which are missing."""
     yield "torch", f"{build.version}, built for {build.label}" if build else trouble
     packages = _packages()
     yield (
@@ -319,6 +322,7 @@ def _packages() -> dict[str, str | None]:
 
 
 def _host(ranks: int) -> Iterator[Row]:
+    """Yield the host's memory, CPUs, shared memory, quotas and run folders."""
     memory = host.memory()
     limit = f"container's limit {format_bytes(memory.limit)}" if memory.limit else "no cgroup limit"
     total = format_bytes(memory.total)
@@ -339,6 +343,7 @@ def _host(ranks: int) -> Iterator[Row]:
 
 
 def _quotas() -> Iterator[tuple[str, host.Quota]]:
+    """Yield the limits on open files and on processes, with a label, where there are any."""
     for label, quota in (
         ("open files", host.descriptors()),
         ("processes", host.processes(sys.maxsize)),
@@ -371,6 +376,7 @@ def _run_folders(root: Path) -> dict[str, Any]:
 
 
 def _process() -> Iterator[Row]:
+    """Yield which accelerators this process has initialised, and what nbtrain has patched in it."""
     for line in cell_watch.accelerator_status_text().splitlines():
         yield "", line
     patched: dict[str, list[str]] = {}
@@ -381,6 +387,7 @@ def _process() -> Iterator[Row]:
 
 
 def _imports() -> Iterator[Row]:
+    """Yield which packages nbtrain imports ahead of time, and how many of them are imported."""
     if not imports_ahead.is_on():
         yield "imports", f"none ahead of time: {imports_ahead.SWITCH} turns them off"
         return

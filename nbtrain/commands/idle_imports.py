@@ -67,6 +67,7 @@ class IdleImports:
             self._timer = None
 
     def _import_next(self) -> None:
+        """Import one module and schedule the next one, if the kernel is idle."""
         if self._running_count or "torch" not in sys.modules or not _is_idle():
             return
         from ..lifecycle import imports_ahead

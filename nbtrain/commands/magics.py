@@ -14,13 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from IPython.core.compilerop import PyCF_MASK
-from IPython.core.magic import (
-    Magics,
-    cell_magic,
-    line_cell_magic,
-    magics_class,
-    no_var_expand,
-)
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 
 from .. import part
 from ..errors import CellSyntaxError, PlanError
@@ -186,6 +180,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         print(json.dumps(doctor.to_dict(), indent=2) if as_json else doctor.page())
 
     def _run_command(self, command: str, names: list[str]) -> None:
+        """Run ``show``, ``stop`` or ``stacks`` on the run of that name, or on the last one."""
         from ..lifecycle import catalog
 
         run = catalog.find_run(*names)
@@ -198,6 +193,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(run.stacks())
 
     def _migrate(self, line: str, cell: str) -> None:
+        """Print or make the changes that a plain loop needs. Raises `PlanError`."""
         from . import migrate
 
         command, *arguments = line.split() or [""]
@@ -218,6 +214,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
+        """Run a source that begins `offset` lines below the magic; return the run."""
         from ..lifecycle.launch_sides import launch_sides
         from ..lifecycle.launcher import run_plan
         from ..lifecycle.run import last_run, last_run_folder
@@ -248,6 +245,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self.shell.user_ns[options.bind] = last_run()
 
     def _plan(self, options: Namespace, source: str, offset: int, variables: Iterable[str]) -> Plan:
+        """Return the plan of a source; the ranks have the `variables` already."""
         from ..planning import cell as reading
         from ..planning.plan import OPTIONS, Plan
 

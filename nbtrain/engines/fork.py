@@ -83,6 +83,7 @@ class ForkEngine(Engine):
 def _fork_rank(
     job: Job, rank: int, listener: socket.socket | None, state: Any, body: Callable[[], int]
 ) -> int:
+    """Fork a rank that runs `body`; return its process. Raises `LaunchError` if that is refused."""
     log = job.folder.log(rank)
     try:
         return fork_process(partial(_run_forked, log, listener, state, os.getpid(), body))
@@ -97,6 +98,7 @@ def _fork_rank(
 def _run_forked(
     log: Path, listener: socket.socket | None, state: Any, parent: int, body: Callable[[], int]
 ) -> int:
+    """Turn the forked process into a rank, run `body` and return its exit code."""
     random.setstate(state)  # Python reseeds it in each fork
     # Collections do not touch frozen objects, so their memory pages stay shared.
     gc.freeze()

@@ -34,6 +34,7 @@ def main(order: dict[str, Any]) -> NoReturn:
 
 
 def _serve(order: Mapping[str, Any]) -> int:
+    """Import modules once, then fork ranks for each request; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent(order["parent"])
     os.chdir("/")
@@ -89,6 +90,7 @@ def _files() -> dict[str, str]:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Return the next request and its descriptors; no request if the kernel has ended."""
     head, descriptors, _flags, _address = socket.recv_fds(connection, 8, 16)
     data, size = b"", int.from_bytes(head, "big")
     while head and len(data) < size:
@@ -110,6 +112,7 @@ def _send_message(connection: socket.socket, **answer: Any) -> None:
 def _fork_ranks(
     request: Mapping[str, Any], descriptors: list[int], connection: socket.socket
 ) -> int:
+    """Fork the ranks of a request, in a process between this one and them; return its exit code."""
     place, gate, *parcel = descriptors
     os.fchdir(place)
     os.close(place)
@@ -132,6 +135,7 @@ def _fork_ranks(
 def _start_rank(
     order: dict[str, Any], number: int, gate: int, connection: socket.socket, between: int
 ) -> int:
+    """Wait to become the kernel's child, then run the rank or the ranks' store."""
     os.setsid()
     deadline = time.monotonic() + limits.FORK_TIMEOUT_S
     while (parent := os.getppid()) == between and time.monotonic() < deadline:

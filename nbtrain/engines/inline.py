@@ -57,6 +57,7 @@ class InlineEngine(Engine):
             return self._run(job)
 
     def _run(self, job: Job) -> Ranks:
+        """Run the task in this process as its only rank, and set back what that changes."""
         writer = EventWriter(job.folder.events(0))
         job.folder.log(0).touch(mode=0o600)
         before, had_accelerator = dict(os.environ), _has_accelerator()

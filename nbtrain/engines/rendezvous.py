@@ -106,6 +106,7 @@ class StoreProcess:
         return f"the store in which the ranks meet has ended: {reason}"
 
     def _has_ended(self) -> bool:
+        """Whether the store's process has ended, also where it was reaped elsewhere."""
         assert self.pid is not None
         try:
             return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -143,6 +144,7 @@ def run_store(listener: socket.socket, trouble: int) -> int:
 
 
 def _limit_memory() -> None:
+    """Limit this process's address space, because a stranger's message may claim any size."""
     import resource
 
     with open("/proc/self/statm") as file:

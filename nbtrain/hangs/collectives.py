@@ -141,6 +141,7 @@ def _retire_nccl(entries: list[dict[str, Any]]) -> None:
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
+    """Return a collective from an entry of torch's flight recorder."""
     name, description = entry["process_group"]
     is_p2p = bool(entry.get("is_p2p"))
     backend, _, call = str(entry["profiling_name"]).rpartition(":")
@@ -167,6 +168,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
+        """Connect through the folder's descriptor: the path itself may be too long."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         if sys.platform != "linux":
@@ -197,6 +199,7 @@ def read_recorders(
 def _read_remote_recorders(
     folder: RunFolder, ranks: Collection[int], deadline: float
 ) -> dict[int, FlightRecord]:
+    """Request the records of ranks on other hosts, and return those that arrive by the deadline."""
     for rank in ranks:
         folder.recorded(rank).unlink(missing_ok=True)
     folder.ask_remote("recorders", ranks)

@@ -125,6 +125,7 @@ def _explain_lost_threads(seen: Observation, ranks: Iterable[int]) -> list[str]:
 
 
 def _explain(seen: Observation) -> HangReport:
+    """Return why ranks make no progress: which ones the others wait for, and where those are."""
     if seen.silence_s and seen.silence_s.keys() <= seen.ended.keys():
         return _explain_lingering_processes(seen)
     waits = _find_waits(seen)
@@ -303,6 +304,7 @@ def _describe_places(seen: Observation, ranks: Iterable[int], *, past: bool = Fa
 
 
 def _describe_waits(waits: Mapping[int, Collective], pronoun: str) -> str:
+    """Return in words which ranks wait in which collective, one text per collective."""
     by_call: dict[str, list[int]] = {}
     for rank, wait in waits.items():
         by_call.setdefault(wait.label if wait.number else wait.name, []).append(rank)

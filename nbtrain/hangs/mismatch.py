@@ -53,6 +53,7 @@ def _shape(text: str) -> tuple[int, ...] | None:
 def _explain_different_calls(
     rank: RankState, state: RunState, place_of: Callable[[RankState], str]
 ) -> str:
+    """Describe two ranks that called different collectives; "" if no two did."""
     own = collectives_of(rank)
     for other in state.ranks:
         others = collectives_of(other) if other.rank != rank.rank and other.error else {}

@@ -243,6 +243,7 @@ def _end_of_records_ns() -> int:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
+    """Send what is written to standard error to /dev/null in the body, also by C code."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

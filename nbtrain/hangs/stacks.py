@@ -338,6 +338,7 @@ def send_signal(
 
 
 def _rank_stack(rank: SignaledRank, reply: str, cells: Mapping[str, str]) -> RankStack:
+    """Return the stack of a rank from what it wrote, without the launcher's frames."""
     threads = parse_stacks(reply)
     if not threads:
         return RankStack(rank.rank, rank.pid, trouble=_explain_no_reply(rank.pid))

@@ -135,6 +135,7 @@ def _describe_late_end(rank: RankState, state: RunState) -> str:
 def _explain_rank_failure(
     cause: Failure, failures: Sequence[Failure], state: RunState
 ) -> FailureReport:
+    """Return why the run failed; `cause` is the first of the ranks' `failures`."""
     rank = state.ranks[cause.rank]
     # If native code ended a rank, only its log shows the reason.
     native_log = cause.log if (cause.returncode or 0) < 0 else ""

@@ -95,6 +95,7 @@ class HangWatchdog:
                 self._groups[event.name] = frozenset(event.members)
 
     def _note_progress(self, rank: int, now: float) -> None:
+        """Take note that a rank has made progress, and start the early checks again."""
         self._progress_at[rank] = now
         is_early_check_done = self._next_check_after_s != limits.DEADLOCK_CHECK_AFTER_S
         if is_early_check_done or self._limit_s != self._hang_after_s:
@@ -179,6 +180,7 @@ class HangWatchdog:
         return self._report(report)
 
     def _report(self, report: HangReport | None) -> list[ev.Hang]:
+        """Return an event for a new report, or one that clears the last report."""
         if report == self._reported:
             return []
         self._reported = report
@@ -186,6 +188,7 @@ class HangWatchdog:
         return [ev.Hang(clock.now(), -1, new.text, new.stuck, new.waiting)]
 
     def _survey(self, ranks: frozenset[int], seen: Observation) -> None:
+        """Explain a hang from stacks and records, in a thread, and queue the report."""
         # If the folder was deleted, what is known without it is reported.
         with contextlib.suppress(Exception):
             seen = _survey_ranks(self._folder, seen)
@@ -196,6 +199,7 @@ class HangWatchdog:
         self._surveys.put((ranks, report, seen.silence_limit_s))
 
     def _survey_records(self, ranks: frozenset[int], seen: Observation) -> None:
+        """Find a deadlock that two readings of the records show, and queue it."""
         report: HangReport | None = None
         with contextlib.suppress(Exception):
             report = self._read_deadlock(ranks, seen)
@@ -208,6 +212,7 @@ class HangWatchdog:
         self._surveys.put((ranks, report, seen.silence_limit_s))
 
     def _read_deadlock(self, ranks: frozenset[int], seen: Observation) -> HangReport | None:
+        """Return a deadlock that the records show, with the ranks' stacks, if there is one."""
         some = sorted(ranks)[: limits.MAX_SURVEYED]
         records = collectives.read_recorders(self._folder, some, limits.REPLY_TIMEOUT_S)
         seen = replace(seen, now=time.time(), records=records)

@@ -89,6 +89,7 @@ def _fork_orphan(watch: partial[int], folder: RunFolder) -> int:
 
 
 def _watch(engine: Engine, job: Job, state: RunState, random_state: Any, kernel: int | None) -> int:
+    """Watch a background run, in its own process, to its end; return that process's exit code."""
     random.setstate(random_state)
     kernel_detach.leave_kernel(job.folder.launcher_log)
     gc.freeze()

@@ -67,6 +67,7 @@ def page(infos: list[RunInfo], command: str = "%nbtrain") -> str:
 
 
 def _row(info: RunInfo) -> tuple[str, ...]:
+    """Return a run as a row of the list of runs; of a folder that cannot be read, only why."""
     if info.status == UNREADABLE:
         return "", info.name, info.outcome  # the last column has the rest of the line
     seconds = info.seconds

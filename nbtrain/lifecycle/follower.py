@@ -78,6 +78,7 @@ class Follower:
         request_stop(self._folder, how)
 
     def _follow(self) -> None:
+        """Read the run and draw its boards until the run or its supervisor has ended."""
         next_check = 0.0
         try:
             while not self.state.is_over:
@@ -96,6 +97,7 @@ class Follower:
             self._end()
 
     def _read_events(self) -> None:
+        """Fold what the launcher and the ranks have written since the last call."""
         launcher_events: list[ev.Event] = []
         with contextlib.suppress(OSError):  # out of descriptors, as above
             launcher_events += new_events(self._reader.launcher)
@@ -126,6 +128,7 @@ class Follower:
         return is_watched(self._folder)
 
     def _end(self) -> None:
+        """Read the final state, or mark the run as lost, and complete the boards."""
         try:
             self.state = read_state(self._folder)
         except Exception as error:  # the folder was deleted; keep the last state

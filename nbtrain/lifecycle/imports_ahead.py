@@ -125,6 +125,7 @@ def _module_file(name: str) -> str:
 
 
 def _import_module(name: str) -> None:
+    """Import a module, and undo what this does to the environment; an error is only logged."""
     global _variables_at_import
     _guard_forks()
     before = {*os.environ}
@@ -195,6 +196,7 @@ def _interrupt_if_hanging() -> Iterator[None]:
 
 @functools.cache
 def _guard_forks() -> None:
+    """Have forks wait for the import that another thread has begun: a child would lack its end."""
     os.register_at_fork(
         before=_import_lock.acquire,
         after_in_parent=_import_lock.release,

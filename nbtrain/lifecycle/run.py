@@ -130,6 +130,7 @@ class Run:
         return self._result(0)
 
     def _result(self, rank: int) -> Any:
+        """Return what a rank returned. Raises `NbtrainError` if the file is damaged."""
         if rank not in self._results:
             file: IO[bytes]
             try:
@@ -196,6 +197,7 @@ class Run:
         return self._error
 
     def _find_error(self) -> BaseException | None:
+        """Return the exception that the cell raises for this run; none after a success."""
         state = self.state
         if state.status == "interrupted":
             return KeyboardInterrupt(f"the run was stopped ({state.message})")
@@ -222,6 +224,7 @@ class Run:
         )
 
     def _failure(self, rank: RankState) -> Failure:
+        """Return how a rank failed: by the exception that it saved, or by the end of its log."""
         try:
             failed_at, captured = result_pickler.loads(
                 read_regular(self._folder.failure(rank.rank))
@@ -251,6 +254,7 @@ class Run:
         return "\n".join(self._log_lines(rank, tail))
 
     def _log_lines(self, rank: int, tail: int | None) -> list[str]:
+        """Return the lines that a rank printed: all, or the last `tail` of the last MiB."""
         try:
             with open_regular(self._folder.log(rank)) as file:
                 size = file.seek(0, os.SEEK_END)

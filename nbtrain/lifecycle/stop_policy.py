@@ -206,6 +206,7 @@ class StopController:
         return "a rank failed; the others are being stopped"
 
     def _due_signals(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
+        """Return the signals that are due now, without ranks that report a failure."""
         since, signals = now - self._stop_began, list[StopSignal]()
         if since < limits.FAILURE_REPORT_TIMEOUT_S and self._has_only_echoes(state):
             self._delay = since

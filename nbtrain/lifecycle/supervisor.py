@@ -169,6 +169,7 @@ class Supervisor:
             self._fold(self._reader.read(ended=range(self.state.world_size)))
 
     def _poll(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
+        """Wait for news of the ranks, act on it and draw it; return ranks that ended."""
         attending = [each.attend(self.state) for each in self.companions]
         # Before drawing, which would take a CPU from the ranks as they start.
         timeout = limits.POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
@@ -290,6 +291,7 @@ class Supervisor:
             self._log(event)
 
     def _log(self, event: ev.Event) -> None:
+        """Write an event about a process or an attempt into the launcher's log."""
         match event:
             case ev.Spawned(rank=rank, pid=pid, node=node):
                 LOGGER.info("rank %d is process %d%s", rank, pid, node and f" on {node}")
@@ -307,6 +309,7 @@ class Supervisor:
         self.state = fold(self.state, events)
 
     def _record_exits(self, exits: list[Exit]) -> None:
+        """Record how ranks ended, with the verdict and the cause that the host knows."""
         for e in exits:
             verdict = e.verdict or self._find_verdict(e)
             cause = Cause(e.cause, code=e.code) if verdict == "failed" else Cause()
@@ -319,6 +322,7 @@ class Supervisor:
             self._record([ev.Exited(e.time, *end)])
 
     def _find_verdict(self, ended: Exit) -> str:
+        """Return whether a rank that ended is done, failed or stopped."""
         if self._folder.result(ended.rank).exists():
             return "done"
         has_reported = self._folder.failure(ended.rank).exists()

@@ -57,6 +57,7 @@ def block(wanted: bool) -> bool:
 
 
 def _watch_torch(torch: ModuleType) -> None:
+    """Watch the functions of torch that initialise CUDA."""
     # Seen in torch 2.7 to 2.13; CPU builds lack the first two.
     _watch(torch._C, "_cuda_init", "Initialising CUDA")
     _watch(torch._C, "_cuda_getDeviceCount", "Asking CUDA itself for its devices")
@@ -77,6 +78,7 @@ def _watch(
 
 
 def _notice(action: str, matters: Callable[..., bool], original: Any, *args: Any, **kw: Any) -> Any:
+    """Record the calls that led to an action if it matters now, or raise where that is blocked."""
     if matters(*args):
         if _blocking:
             raise AcceleratorBlockedError(

@@ -93,6 +93,7 @@ class Tail:
         return lines
 
     def _read_new(self) -> bytes:
+        """Return the bytes appended since the last call, `limit` at most. Raises `OSError`."""
         self._size = 0
         status = self._path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -289,6 +290,7 @@ class ReservedFile:
                 raise error from None
 
     def _write_reserved(self, path: Path, data: bytes) -> bool:
+        """Write data into the reserved space; return whether it fits."""
         descriptor = self._descriptor
         if os.fstat(descriptor).st_nlink:  # the user closed it, and another file has its descriptor
             return False
@@ -337,6 +339,7 @@ def file_positions() -> list[FilePosition]:
 
 
 def _position(descriptor: int) -> FilePosition | None:
+    """Return the position of a descriptor, if it is of a file that is only read and has no lock."""
     about = _fdinfo(descriptor)
     flags = int(about["flags"], 8)
     only_reads = flags & os.O_ACCMODE == os.O_RDONLY and not flags & getattr(os, "O_PATH", 0)

@@ -184,6 +184,7 @@ class GpuWatch:
         self._thread.join(timeout_s)
 
     def _watch(self) -> None:
+        """Read the GPUs again and again, in a thread, until the watch is closed."""
         if self._closing.wait(self._delay):
             return
         with _nvml() as nvml:
@@ -211,6 +212,7 @@ def describe(nvml: Any) -> tuple[Gpu, ...]:
 
 
 def _describe(nvml: Any, index: int, driver: str) -> Gpu:
+    """Return one GPU of NVML; what a call does not answer is left out."""
     handle = _call(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return Gpu(index, f"lost-{index}", "lost", driver=driver)

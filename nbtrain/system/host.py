@@ -176,6 +176,7 @@ def processes(needed: int, root: Path = _ROOT, user: int | None = None) -> Quota
 
 
 def _tasks_of(user: int, proc: Path) -> int:
+    """Return the number of threads that a user's processes have."""
     count = 0
     for entry in os.listdir(proc) if proc.is_dir() else ():
         if entry.isdecimal():
@@ -196,6 +197,7 @@ def tasks(root: Path = _ROOT) -> Quota | None:
 
 
 def _soft_limit(name: str) -> int | None:
+    """Return a soft limit of this process, such as RLIMIT_NOFILE, if it has one."""
     try:
         import resource
     except ImportError:  # Windows
@@ -217,6 +219,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str, missing: int = 0) -> int:
+    """Return the number after `name` in a file with lines such as ``oom_kill 3``."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdecimal():

@@ -95,6 +95,7 @@ def fix_warning_lines() -> None:
 def _show_user_line(
     original: Any, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **named: Any
 ) -> None:
+    """Show a warning at the user's line, if it would be shown at a line of nbtrain."""
     path, line = filename, lineno
     frame = sys._getframe(2) if path.startswith(_PACKAGE) else None
     while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (path, line):
@@ -111,6 +112,8 @@ _Wrap = Callable[["_Patch", Any], Any]
 
 
 def _detour(patched: _Patch, original: Any) -> Any:
+    """Return a function that calls `change` with the original function before the arguments."""
+
     @functools.wraps(original)
     def detour(*args: Any, **kwargs: Any) -> Any:
         return patched.change(original, *args, **kwargs)
@@ -133,6 +136,7 @@ class _Patch:
         setattr(owner, name, self._value)
 
     def _wrap_stored(self, wrap: _Wrap) -> Any:
+        """Return what replaces the attribute: a property stays a property."""
         if not isinstance(self.owner, type):  # a module may create attributes on access
             return wrap(self, getattr(self.owner, self.name))
         # Like `inspect.getattr_static`, which takes ten times as long.
@@ -154,6 +158,7 @@ class _Patch:
                     patched._restore()
 
     def _restore(self) -> None:
+        """Give the owner back what it had before the patch."""
         _patches.remove(self)
         if self._before is _NOTHING:
             delattr(self.owner, self.name)
@@ -194,6 +199,7 @@ def _on(owner: Any, name: str, change: Any, wrap: _Wrap | None) -> Undo:
 
 
 def _make(owner: Any, name: str, change: Any, by: str, wrap: _Wrap | None) -> Undo:
+    """Patch an attribute once, for a repeated call too; return what undoes it."""
     if owner is None or not hasattr(owner, name):
         return lambda: None
     for patched in _patches:
@@ -207,6 +213,7 @@ def _make(owner: Any, name: str, change: Any, by: str, wrap: _Wrap | None) -> Un
 
 
 def _label(owner: Any) -> str:
+    """Return the name of a patched module, class or object, for people."""
     if isinstance(owner, ModuleType):
         return owner.__name__
     cls = owner if isinstance(owner, type) else type(owner)
@@ -265,6 +272,7 @@ class _AfterImport:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
+        """Find a module that actions wait for, and have its loader call them after the import."""
         if name not in self.actions or name in self._searching:
             return None
         self._searching.add(name)

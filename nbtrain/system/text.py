@@ -130,6 +130,7 @@ def short_repr(value: Any) -> str:
 
 
 def _repr(value: Any, width: int, depth: int) -> str:
+    """Return a short form of a value without its ``__repr__``, `depth` containers deep."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if value is None or isinstance(value, (bool, int, complex)):

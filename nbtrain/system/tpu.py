@@ -81,6 +81,7 @@ def find(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> Tpu | N
 
 
 def _chips(root: Path) -> Iterator[str]:
+    """Yield the PCI device number of each TPU chip of this host."""
     listed: list[Path] = []
     with contextlib.suppress(OSError):  # out of descriptors, which another check reports
         listed = sorted((root / "sys/bus/pci/devices").glob("*/vendor"))

@@ -214,6 +214,7 @@ class Series:
             self._halve()
 
     def _halve(self) -> None:
+        """Join each two bins, so that the series has half as many."""
         self.width *= 2
         bins, self.bins = self.bins, {}
         for half in bins.values():

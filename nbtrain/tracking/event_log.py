@@ -76,6 +76,7 @@ class Reader:
         return events
 
     def _read_rank(self, rank: int, is_over: bool) -> Iterator[ev.Event]:
+        """Yield a rank's new events and output; of a rank that is over, the rest."""
         tail, log = self.ranks[rank], self.logs[rank]
         # Read before the events: a rank reports its failure before it prints the traceback.
         lines = tuple(line.decode("utf-8", "replace") for line in log.lines(flush=is_over))
@@ -109,12 +110,7 @@ class EventWriter:
         self._append(ev.to_line(event))
 
     def write_metrics(
-        self,
-        time: float,
-        rank: int,
-        step: int | None,
-        values: dict[str, float | str],
-        at: int = 0,
+        self, time: float, rank: int, step: int | None, values: dict[str, float | str], at: int = 0
     ) -> bool:
         """Append a `Metrics` event in the fastest way; return whether all numbers are finite.
 
@@ -137,6 +133,7 @@ class EventWriter:
         return is_finite
 
     def _append(self, line: bytes) -> None:
+        """Write a line; `trouble` keeps the first error."""
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + limits.DELETED_CHECK_INTERVAL_S
@@ -154,6 +151,7 @@ class EventWriter:
             self._is_torn = written < len(line)
 
     def _recreate_if_deleted(self) -> None:
+        """Create the file again if it was deleted and its folder exists."""
         try:
             if not self._has_links or os.fstat(self._fd).st_nlink:
                 return

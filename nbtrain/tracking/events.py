@@ -510,6 +510,7 @@ def _check_finite(value: Any) -> float:
 
 
 def _check_values(value: Any) -> Values:
+    """Return the metrics whose values are numbers, truth values or texts."""
     if _PLAIN.issuperset(map(type, value.values())):
         return value  # type: ignore[no-any-return]
     return {
@@ -524,6 +525,8 @@ def _check_measured(value: Any) -> float:
 
 
 def _check_type(*types: type) -> Check:
+    """Return a check that accepts values of exactly these types."""
+
     def check(value: Any) -> Any:
         if type(value) in types:
             return value
@@ -566,6 +569,8 @@ def _make_check(hint: Any) -> Check:
 
 
 def _or_none(check: Check) -> Check:
+    """Return a check that replaces a wrong value by None."""
+
     def check_or_none(value: Any) -> Any:
         try:
             return None if value is None else check(value)

@@ -78,6 +78,7 @@ class LaunchLog(logging.Handler):
                 _ROOT.handle(record)
 
     def _keep(self, line: str) -> None:
+        """Append a line to the log's file, or keep it until there is one; errors are ignored."""
         if self._path is None:
             self._lines.append(line)
             return

@@ -55,6 +55,7 @@ def is_in_use(folder: RunFolder) -> bool:
 
 
 def _is_valid(mark: Path) -> bool:
+    """Whether a mark is of a running process, or of another host and recent."""
     try:
         user = json.loads(read_regular(mark, 1 << 16))
         if user["host"] != platform.node():

@@ -61,6 +61,7 @@ def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
 
 
 def _apply_drafts(state: RunState, drafts: Mapping[int, Draft]) -> RunState:
+    """Return the state with the changed ranks."""
     if not drafts:
         return state
     ranks = list(state.ranks)
@@ -79,6 +80,7 @@ def end_run(state: RunState, status: str, at: float, message: str) -> RunState:
 
 
 def _reduce_hang(state: RunState, event: ev.Hang) -> Draft:
+    """Mark the ranks that hang and those that wait for them."""
     roles = dict.fromkeys(event.waiting, "waiting") | dict.fromkeys(event.stuck, "stuck?")
     ranks = tuple(
         replace(r, hang=role, timeline=r.timeline.add_hang(event.time, role))
@@ -89,6 +91,7 @@ def _reduce_hang(state: RunState, event: ev.Hang) -> Draft:
 
 
 def _reduce_attempt(state: RunState, event: ev.Attempt) -> Draft:
+    """Begin an attempt: ranks start again and keep their logs, metrics and epochs."""
     steps = max((r.steps_before + r.progress.steps for r in state.ranks if r.progress), default=0)
     steps = max(steps, *(r.steps_before for r in state.ranks))
     ranks = tuple(  # logs and metrics of earlier attempts stay
@@ -113,6 +116,7 @@ def _reduce_attempt(state: RunState, event: ev.Attempt) -> Draft:
 
 
 def _reduce_finished(state: RunState, event: ev.Finished) -> Draft:
+    """End the run with its status, message and remedy."""
     hang = "" if event.status == "succeeded" else state.hang
     message = strip_escapes_by_line(event.message) or ""
     remedy, code = strip_escapes(event.remedy), _shorten_name(event.code)
@@ -142,19 +146,15 @@ def _reduce_not_finite(state: RunState, event: ev.NotFinite) -> Draft:
 
 
 def _reduce_artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:
-    name, trouble = (
-        _shorten_name(event.name),
-        _shorten_note(event.trouble),
-    )
+    """Record that the notebook has loaded a value, or why it could not."""
+    name, trouble = (_shorten_name(event.name), _shorten_note(event.trouble))
     loaded = {**state.loaded, name: replace(event, name=name, trouble=trouble)}
     return {"loaded": MappingProxyType(dict(list(loaded.items())[-limits.MAX_ITEMS :]))}
 
 
 def _reduce_host(state: RunState, event: ev.Host) -> Draft:
-    node, whose = (
-        _shorten_name(event.node),
-        _shorten_name(event.whose),
-    )
+    """Keep the last measurement of a host."""
+    node, whose = (_shorten_name(event.node), _shorten_name(event.whose))
     event = replace(event, node=node, whose=whose)
     return {"hosts": MappingProxyType({**state.hosts, node: event})}
 
@@ -182,6 +182,7 @@ RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Draft]] = {
 
 
 def _reduce_metrics(rank: Draft, event: ev.Metrics) -> Draft:
+    """Keep the last value of each metric, and which of them are of this epoch."""
     metrics = dict(rank["metrics"])
     for key, value in event.values.items():
         name = _shorten_name(key[:400])
@@ -201,6 +202,7 @@ def _reduce_epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
 
 
 def _reduce_training(rank: Draft, event: ev.TrainingUpdate) -> Draft:
+    """Update the counts, the rates and the timeline of a rank's training."""
     old = rank["progress"]
     waited = event.waited - (old.waited if old else 0.0)
     seconds = event.elapsed - (old.elapsed if old else 0.0)
@@ -221,6 +223,7 @@ def _shorten_note(text: str) -> str:
 
 
 def _reduce_phase(rank: Draft, event: ev.Phase) -> Draft:
+    """Set what the rank does; before its first step, also add it to the list of phases."""
     phase, trained = strip_escapes(event.phase, 20), rank["progress"]
     new = {"phase": phase, "timeline": rank["timeline"].add_phase(event.time, event.phase)}
     if trained is None or not trained.steps:
@@ -229,6 +232,7 @@ def _reduce_phase(rank: Draft, event: ev.Phase) -> Draft:
 
 
 def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
+    """Append printed lines to the rank's log, without launchers' frames, and count all of them."""
     number = event.rank
     shown = [*strip_launcher_frames(event.lines)]
     lines = tuple(strip_rank(strip_escapes(ln), number) for ln in shown[-limits.MAX_LOG_LINES :])
@@ -237,6 +241,7 @@ def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
 
 
 def _reduce_ended(rank: Draft, event: ev.Ended) -> Draft:
+    """Record what the rank reported at the end of its task: the result or the error."""
     return {
         "status": "done" if event.error is None else "failing",
         "error": strip_escapes_by_line(event.error),
@@ -262,10 +267,8 @@ def _error_type(event: ev.Failing | ev.Ended) -> str:
 
 
 def _reduce_artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
-    name, trouble = (
-        _shorten_name(event.name),
-        _shorten_note(event.trouble),
-    )
+    """Record that a rank saved a value for the notebook, or why it could not."""
+    name, trouble = (_shorten_name(event.name), _shorten_note(event.trouble))
     bad = _shorten_name(event.not_finite)
     others = [old for old in rank["saved"] if old.name != name]
     return {
@@ -277,6 +280,7 @@ def _reduce_artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
 
 
 def _reduce_exited(rank: Draft, event: ev.Exited) -> Draft:
+    """Record how the rank's process ended, by the launcher's verdict."""
     return {
         "status": event.verdict,
         "ended": rank["ended"] or event.time,
@@ -335,6 +339,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
 
 
 def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
+    """Add the numbers of an event to the curves, after the steps of earlier attempts."""
     before = rank["steps_before"]
     if isinstance(event, ev.Metrics):
         step = event.at + before if event.at or before else event.step
@@ -343,12 +348,7 @@ def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
     elif isinstance(event, ev.TrainingUpdate):
         progress = rank["progress"]
         for step, loss, name in event.losses:
-            curves.add_automatic(
-                event.rank,
-                before + step,
-                _shorten_name(name) or "loss",
-                loss,
-            )
+            curves.add_automatic(event.rank, before + step, _shorten_name(name) or "loss", loss)
         values = {"loss": None if event.losses else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
         moving = {name: rate for name, rate in rates.items() if rate}
@@ -358,6 +358,7 @@ def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
 
 
 def _update_bars(bars: Mapping[int, ProgressBar], event: ev.Progress) -> dict[int, ProgressBar]:
+    """Return a rank's progress bars after an event: all open ones, and the last that was closed."""
     new = dict(bars)
     if event.closed:
         new.pop(event.bar, None)  # the bar that ended last is shown last

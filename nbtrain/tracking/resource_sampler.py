@@ -115,6 +115,7 @@ class Sampler:
         return self._gpus.seen if self._gpus is not None else ()
 
     def _measure_rank(self, rank: int) -> ev.Resources | None:
+        """Measure a rank with its child processes; nothing if it has ended."""
         import psutil
 
         try:
@@ -133,6 +134,7 @@ class Sampler:
         return ev.Resources(clock.now(), rank, cpu, memory or None, gpu, gpu_memory)
 
     def _measure_host(self) -> ev.Host:
+        """Measure the memory in use and the GPUs of the host, or of the container."""
         memory, gpus = host.memory(), self._gpu_readings()
         self._has_gpus = bool(gpus)
         limit = memory.limit if memory.capped and memory.limit is not None else memory.total

@@ -255,6 +255,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _distrust_reason(folder: Path) -> str:
+    """Return why a folder cannot be trusted and what to do about it, or ""."""
     reason = untrusted_reason(folder.resolve(), is_folder=True)
     return reason and (
         f"{folder} {reason}, and nbtrain trusts what it finds there. Set NBTRAIN_HOME to a "

@@ -107,6 +107,7 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
 def _write(
     reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
 ) -> None:
+    """Write metrics; the first value of a loss that is not finite is also an event of its own."""
     if reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps):
         return
     for name, value in values.items():
@@ -148,6 +149,7 @@ def is_metric(value: Any) -> bool:
 
 
 def _metric(name: str, value: Any) -> float | str:
+    """Return a metric as a number or a short text. Raises `TypeError` for another kind."""
     if isinstance(value, str):
         return shorten(value, 200)
     if isinstance(value, (bool, int)) and abs(value) < 1 << 53:
@@ -162,6 +164,7 @@ def _metric(name: str, value: Any) -> float | str:
 
 
 def _step(step: Any) -> int:
+    """Return a step as an integer. Raises `TypeError` if it is not a whole number."""
     try:
         number = float(step)
     except (TypeError, ValueError, RuntimeError):

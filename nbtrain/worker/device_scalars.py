@@ -53,6 +53,7 @@ class GraphCaptures:
         patch(graph, "capture_end", self._end)
 
     def _begin(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count a recording that begins."""
         self.count += 1
         try:
             return original(*args, **kwargs)

@@ -109,6 +109,7 @@ def evidence(error: BaseException) -> ev.Evidence:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that caused it, 20 at most."""
     link: BaseException | None = error
     for _ in range(20):  # it may be a circle
         if link is not None:
@@ -187,6 +188,7 @@ def _files(error: BaseException) -> Iterator[str]:
 
 
 def _descriptors(error: BaseException) -> Iterator[tuple[str, str]]:
+    """Yield the limit on open files where it was exceeded, and how torch needs fewer."""
     if "Too many open files" in _text(error):
         quota = host.descriptors()
         if quota is not None:

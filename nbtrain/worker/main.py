@@ -30,15 +30,7 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
-from . import (
-    api,
-    checkpoints,
-    failure_evidence,
-    hooks,
-    nested_launches,
-    observers,
-    stopping,
-)
+from . import api, checkpoints, failure_evidence, hooks, nested_launches, observers, stopping
 from .output import shown_errors
 from .output.rich_output import RichOutput
 from .rank_environment import (
@@ -154,6 +146,7 @@ def _run_and_report(
     call: Callable[[Task], Any],
     after: contextlib.ExitStack,
 ) -> tuple[int, BaseException | None]:
+    """Do the work of `run_and_report`; `after` is closed once the outcome is saved."""
     spare = _spare(job)
     threads = threading.enumerate()
     sender: ResultSender | None = None
@@ -247,6 +240,7 @@ def _spare(job: Job) -> ReservedFile:
 
 
 def _save_result(spare: ReservedFile, path: Path, data: bytes) -> None:
+    """Save the pickled result. Raises `OSError` with its size if it does not fit."""
     try:
         spare.write(path, data)
     except OSError as error:

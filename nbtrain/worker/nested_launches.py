@@ -20,6 +20,7 @@ def refuse() -> None:
 
 
 def _refuse_spawn(original: Any, fn: Any, *_: Any, **__: Any) -> None:
+    """Raise `LaunchError` in place of ``torch.multiprocessing.spawn``."""
     if str(getattr(fn, "__module__", "")).startswith(("lightning", "pytorch_lightning")):
         raise LaunchError(
             f"Lightning would start ranks within rank {api.rank()} of this run. Write "

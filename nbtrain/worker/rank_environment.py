@@ -183,6 +183,7 @@ _prepared = weakref.WeakSet[Any]()
 
 
 def _prepare_unmarked(original: Any, accelerator: Any, *values: Any, **named: Any) -> Any:
+    """Call ``prepare`` after the mark of the notebook's ``prepare`` was removed from the models."""
     for value in (*values, *named.values()):
         if task_values.is_model(value) and value not in _prepared and not _is_wrapper(value):
             vars(value).pop(_MARK, None)
@@ -294,6 +295,7 @@ def _iterate_own(original: Any, loader: Any) -> Any:
 
 
 def _shut_down_own(original: Any, iterator: Any) -> None:
+    """End a loader's workers if they are this process's; else only forget them."""
     if not _is_inherited(iterator):
         original(iterator)
     elif iterator._worker_pids_set:  # torch knows its workers by its id, which may come again
@@ -303,6 +305,7 @@ def _shut_down_own(original: Any, iterator: Any) -> None:
 
 
 def _next_own_data(original: Any, iterator: Any) -> Any:
+    """Return the next data of a loader. Raises `RuntimeError` if its workers are the notebook's."""
     if _is_inherited(iterator):
         raise RuntimeError(
             "this iterator of a DataLoader belongs to the notebook, as its workers do. Call "
@@ -369,6 +372,7 @@ def allow_fsdp_on_cpu() -> None:
 
 
 def _init_with_fsdp(original: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+    """Make Accelerate's state, and turn FSDP on where a plugin for it was passed on CPU ranks."""
     original(state, *args, **kwargs)
     module: Any = sys.modules["accelerate.state"]
     plugin = kwargs.get("fsdp_plugin")

@@ -139,6 +139,7 @@ class Source:
         return Binding(parent, getattr(parent, "context_expr", getattr(parent, "value", None)))
 
     def _find_names(self) -> Iterator[str]:
+        """Yield every name, attribute, parameter and part of an import in the tree."""
         for node in self.nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="accelerator"):
@@ -175,6 +176,7 @@ class Source:
                         break
 
     def _find_everywhere(self) -> set[ast.AST]:
+        """Return the cell, its entry, and what they call without a test of the rank."""
         defined = {node.name: node for node in self.nodes if isinstance(node, _NAMED)}
         called_from: dict[ast.AST, list[ast.AST]] = {}
         for call in self.calls:
@@ -304,6 +306,7 @@ def read(task: Call | Cell, name_cell: NameCell | None = None) -> list[Source]:
 
 
 def _read_cell(cell: Cell) -> Source:
+    """Return the source of a cell. Raises `SourceTooLongError` and `SyntaxError`."""
     if len(cell.source) > MAX_SOURCE_CHARS:
         raise SourceTooLongError
     module = ast.parse(cell.source)

@@ -208,6 +208,7 @@ def check_gpu_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _holders(held: list[Holder], own: int, facts: Facts) -> str:
+    """Name the largest three processes that hold a GPU's memory, and what this kernel holds."""
     by_size = sorted(held, key=lambda h: -(h.mib or 0))
     texts = [
         facts.holder_names.get(h.pid, f"pid {h.pid}")

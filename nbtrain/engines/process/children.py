@@ -48,6 +48,7 @@ class ChildRanks(Ranks):
         self._is_new = True
 
     def _write_ledger(self) -> None:
+        """Write the processes that are not reaped yet into the scratch folder, for the reaper."""
         self._is_new = False
         leaders = [self._pids[rank] for rank in self._watched]
         if self._store is not None and self._store.pid is not None:
@@ -85,6 +86,7 @@ class ChildRanks(Ranks):
         return exits
 
     def _reap(self, rank: int) -> Exit | None:
+        """Reap a rank and end what it started; return its end, or nothing if it still runs."""
         pid = self._pids[rank]
         code: int | None = None
         # It may be reaped elsewhere, by os.wait, or SIGCHLD may be ignored.

@@ -148,6 +148,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _send(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+        """Send a request with open files to the server. Raises `ServerError`."""
         data = json.dumps(request).encode()
         try:
             self._socket.settimeout(limits.FORK_TIMEOUT_S)
@@ -175,6 +176,7 @@ class ForkServer:
         return reply
 
     def _handle_reply(self, reply: Mapping[str, Any]) -> None:
+        """Note what was imported. Raises `ServerError` if the ranks would differ."""
         if "unfit" in reply:
             self._importing, self._trouble = False, reply["unfit"]
             raise ServerError(self._trouble)

@@ -97,6 +97,7 @@ def fork_process(child: Callable[[], int]) -> int:
 
 
 def _fork(child: Callable[[], int]) -> int:
+    """Fork, and run `child` in the new process to its end; return the new process in this one."""
     with warnings.catch_warnings():
         # Python 3.12 and JAX warn about forks with threads; `leave_kernel` takes care of them.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -109,6 +110,7 @@ def _fork(child: Callable[[], int]) -> int:
 def _run_child(
     positions: list[FilePosition], pools: list[ThreadPoolExecutor], child: Callable[[], int]
 ) -> int:
+    """Give the new process file positions and thread pools of its own, then run `child`."""
     unshare_file_offsets(positions)
     thread_pools.reset_pools(pools)
     return child()

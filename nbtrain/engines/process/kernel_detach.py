@@ -117,6 +117,7 @@ class _Log(io.FileIO):
     """A rank's log. Text that does not fit on a full disk is lost, so that `print` never raises."""
 
     def write(self, data: Any, /) -> int:
+        """Write to the rank's log, and ignore the errors of a full disk."""
         try:
             return super().write(data)
         except OSError as error:
@@ -167,6 +168,7 @@ def _close_sockets(kept: int = -1) -> None:
 
 
 def _is_kernel_descriptor(descriptor: int) -> bool:
+    """Whether a descriptor is a socket or an event queue of the kernel, and not of the user."""
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
         if target in ("anon_inode:[eventpoll]", "anon_inode:[eventfd]"):

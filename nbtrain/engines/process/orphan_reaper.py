@@ -120,6 +120,7 @@ def main(launcher: int, scratch: Path) -> None:
 
 
 def _wait_for_end(launcher: int) -> None:
+    """Return when the launcher has ended."""
     waiting = select.poll()
     wait: float | None = 1000 * _PARENT_CHECK_INTERVAL_S
     with contextlib.suppress(AttributeError, OSError):  # before Linux 5.3

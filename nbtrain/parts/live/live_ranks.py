@@ -251,11 +251,7 @@ class LiveRanks:
     """
 
     def __init__(
-        self,
-        run: Run,
-        channels: dict[int, Channel],
-        names: dict[int, set[str]],
-        snapshot: Snapshot,
+        self, run: Run, channels: dict[int, Channel], names: dict[int, set[str]], snapshot: Snapshot
     ) -> None:
         self._run, self._channels = run, channels
         self.variables = Variables(self._ask, names, snapshot)

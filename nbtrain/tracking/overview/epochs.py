@@ -85,6 +85,7 @@ def epoch_table(state: RunState) -> EpochTable:
 
 
 def _row(some: list[EpochRow], restarts: Sequence[tuple[float, float]]) -> Epoch:
+    """Return an epoch's row of the table, from the rows of the ranks that have ended it."""
     values: dict[str, list[float]] = {}
     for row in some:
         if row.loss is not None:
@@ -128,6 +129,7 @@ def metric_order(name: str) -> int:
 
 
 def _best(rows: Iterable[Epoch], name: str) -> int | None:
+    """Return which row has the best value of a column; there must be two values to compare."""
     known = [(row.values[name], at) for at, row in enumerate(rows) if name in row.values]
     known = [(value, at) for value, at in known if math.isfinite(value)]
     if len(known) < 2:

@@ -41,6 +41,7 @@ def merge_rows(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
 
 
 def _logged_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
+    """Yield a row for each call of `log`; a metric with the name of a column gets another name."""
     for event in events:
         if isinstance(event, ev.Metrics):
             named = event.values.items()
@@ -50,6 +51,7 @@ def _logged_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
 
 
 def _observed_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
+    """Yield the rows of what was observed: losses, learning rate, steps per second."""
     before = ev.TrainingUpdate(0.0, rank)
     for event in events:
         if isinstance(event, ev.TrainingUpdate):

@@ -57,6 +57,7 @@ def estimate_run(state: RunState, now: float) -> RunProgress:
 def _estimate_rank(
     rank: RankState, state: RunState, now: float, stuck: float | None
 ) -> RunProgress:
+    """Return a rank's progress: the share done, epoch, batch, rate, time left."""
     trained = rank.progress
     done = fraction(rank)
     is_running = state.status in ("starting", "running") and not rank.is_over and stuck is None
@@ -201,6 +202,7 @@ def _slowdown(trained: TrainingProgress | None) -> float:
 
 
 def _remaining_in_epoch(rank: RankState, now: float) -> float | None:
+    """Return the seconds left in the present epoch, if they can be estimated."""
     trained = rank.progress
     if trained is None or trained.bar is None or trained.elapsed < limits.MIN_ESTIMATE_S:
         return None

@@ -49,6 +49,7 @@ def _comparable(state: RunState) -> dict[int, TrainingProgress]:
 
 
 def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
+    """Return the ranks with a lower step rate than the others, and a sentence."""
     rates = {rank: of.step_rate for rank, of in ranks.items() if of.step_rate}
     slow, usual = _find_outliers(rates, lambda rate, usual: rate < limits.SLOW_RATE_SHARE * usual)
     lowest = min((rates[rank] for rank in slow), default=0.0)
@@ -57,6 +58,7 @@ def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str
 
 
 def _slow_by_waiting(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
+    """Return the ranks that wait longer for data than the others, and a sentence."""
     shares = {rank: of.waiting or 0.0 for rank, of in ranks.items()}
     slow, usual = _find_outliers(
         shares, lambda share, usual: share >= usual + limits.MIN_EXTRA_WAIT_SHARE

@@ -167,6 +167,7 @@ class Timeline:
         return new._replace(letters=letters, steps=steps, until=time, now=now)
 
     def _halve(self) -> Timeline:
+        """Return the timeline with bins of twice the width."""
         width = 2 * self.width
         start = self.start // width * width
         odd = round((self.start - start) / self.width)

@@ -16,6 +16,7 @@ def watch() -> None:
 def _log(
     original: Any, accelerator: Any, values: Any, step: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    """Call ``Accelerator.log``, then notify of its values."""
     result = original(accelerator, values, step, *args, **kwargs)
     tell("on_accelerate_log", accelerator, values, step)
     return result

@@ -27,6 +27,7 @@ def watch() -> None:
 
 
 def _next(original: Any, it: Any) -> Any:
+    """Return a loader's next batch, and notify before and after."""
     if getattr(_thread, "is_loading", False):
         return original(it)
     tell("on_fetch_or_backward", True)

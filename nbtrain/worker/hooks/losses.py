@@ -62,6 +62,7 @@ def divisor(loss: Any) -> int:
 
 
 def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call backward, and notify of the loss as it was before it was scaled."""
     tell("on_fetch_or_backward", False)
     if _is_paused:
         return original(tensor, *args, **kwargs)
@@ -98,6 +99,7 @@ def _trainer_step(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _pause_observers(is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function; with `is_paused`, do not notify of losses until it returns."""
     global _is_paused
     before, _is_paused = _is_paused, _is_paused or is_paused
     try:
@@ -123,6 +125,7 @@ def _remember_undivided(output: Any, share: Any) -> None:
 
 @telemetry
 def _remember_unscaled(losses: Any, products: Any) -> None:
+    """Keep each loss with its scaled product, as an attribute of the product."""
     global _is_scaling
     _is_scaling = True
     if hasattr(losses, "detach"):

@@ -29,6 +29,7 @@ def _join(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _during(phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function, and notify of a phase that begins before it and ends after it."""
     tell("on_phase", phase)
     try:
         return original(*args, **kwargs)
@@ -37,6 +38,7 @@ def _during(phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _watch_compiler(module: ModuleType) -> None:
+    """Notify of torch.compile at work, through the compiler's own callbacks."""
     handler: Any = module.callback_handler
     for name, phase in (("start", "compiling"), ("end", "")):
         report = partial(_compiler, phase)

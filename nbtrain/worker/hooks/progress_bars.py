@@ -93,6 +93,7 @@ def _close(original: Any, bar: Any) -> None:
 
 
 def _is_for_screen(bar: Any) -> bool:
+    """Whether a bar is drawn on the standard streams, those of the kernel included."""
     stream = getattr(bar, "fp", None)
     while "_wrapped" in getattr(stream, "__dict__", ()):  # tqdm wraps the stream it is given
         stream = stream.__dict__["_wrapped"]
@@ -119,6 +120,7 @@ def _seconds(bar: Any) -> float:
 
 
 def _report(bar: Any, *, closed: bool) -> None:
+    """Notify of the state of a bar of tqdm."""
     _send(
         bar,
         closed=closed,
@@ -130,6 +132,7 @@ def _report(bar: Any, *, closed: bool) -> None:
 
 
 def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
+    """Notify of a bar's state, at most once in an interval unless it is closed."""
     if not hasattr(bar, "_nbtrain_id"):
         bar._nbtrain_id, bar._nbtrain_due = next(_ids), 0.0
     # set_postfix() draws at every iteration and ignores the bar's interval.
@@ -179,6 +182,7 @@ def _report_fastprogress(module: Any) -> None:
 
 
 def _update_bar(original: Any, bar: Any, val: Any) -> None:
+    """Report a bar of fastprogress in place of drawing it."""
     is_drawn = bar.display or bar.parent is not None or bar.master is not None
     if is_drawn and bar.total != 0:
         _report_fastprogress_bar(bar, val)
@@ -199,6 +203,7 @@ def _init_table(original: Any, master: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _begin_table(master: Any) -> None:
+    """Show an empty display for fastai's table, with its head if it has one."""
     from IPython.display import DisplayHandle
 
     handle: Any = DisplayHandle

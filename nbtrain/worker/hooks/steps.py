@@ -71,6 +71,7 @@ def _handle_step(optimizer: Any, *_: Any) -> None:
 
 
 def _notify(optimizer: Any) -> None:
+    """Notify of a step, and before that of the optimizer's first step in this task."""
     known = _known.get(id(optimizer))
     if known is None or known() is not optimizer:
         _known[id(optimizer)] = weakref.ref(optimizer)

@@ -153,6 +153,7 @@ class DataLoadingMeter(Observer):
         self._times = times
 
     def _count_samples(self, passed: LoaderPass, size: int | None) -> None:
+        """Count the samples of a batch for the pass; before the first step, also in all."""
         with self._lock:
             size = size and size // self._times
             passed.is_aside |= not sys.modules["torch"].is_grad_enabled()

@@ -173,6 +173,7 @@ class LossMeter(Observer):
                 self._keep_value(loss, torch)
 
     def _keep_value(self, loss: Any, torch: Any) -> None:
+        """Keep a loss that is a single number, and read it or begin to read it."""
         if not loss.is_floating_point() or loss.ndim:
             return
         self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
@@ -199,6 +200,7 @@ class LossMeter(Observer):
             self._take(float(values["loss"]), moment)
 
     def _take(self, value: float, moment: _Moment) -> None:
+        """Take a known value and judge it; a share of an accumulation may wait."""
         if moment.divisor > 1:
             if self._accumulation is None and len(self._shares_to_take) < limits.MAX_FIRST_LOSSES:
                 self._shares_to_take.append((moment, value))

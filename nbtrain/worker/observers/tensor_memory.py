@@ -65,6 +65,7 @@ class TensorMemoryMeter(Observer):
             self.on_module_change(wrapper)
 
     def _count(self, now: float) -> None:
+        """Count the tensors of all known models and optimizers, and report what has changed."""
         models = [*reversed(list(self._models.values())), *self._of_task.values()]
         event = count_tensors(self._rank, models, self._optimizers.values())
         if self._reported is None or replace(event, time=self._reported.time) != self._reported:

@@ -119,6 +119,7 @@ class TrainingMeter(Observer):
         self._tick(now, now)
 
     def _look(self, now: float) -> None:
+        """Read the loops around the step if that is due, from the second step on."""
         looked, passes = self._looked
         fed = self._loading.fed_passes
         is_new_pass = passes != fed
@@ -144,6 +145,7 @@ class TrainingMeter(Observer):
         return self._place.report(self._steps, self._passes, **position).epoch or self._passes
 
     def _end_epoch(self, now: float, steps: int) -> None:
+        """Report the epoch that has ended after `steps`, with its mean loss, if one had begun."""
         if self._epoch is None or steps <= 0:
             return
         epoch, began, total, count = self._epoch
@@ -165,6 +167,7 @@ class TrainingMeter(Observer):
             self._writer.write(ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss)))
 
     def _tick(self, began: float, now: float) -> None:
+        """Report the counts if that is due; while a CUDA graph is recorded, later."""
         if self._began is None:
             self._began = began
             threading.Thread(target=self._report_rests, name="nbtrain-counts", daemon=True).start()
@@ -191,6 +194,7 @@ class TrainingMeter(Observer):
                 self._report(ticked, None, rests=True)
 
     def _report(self, now: float, loss: float | None, *, rests: bool = False) -> None:
+        """Write the counts as one event; `rests` marks counts that have stopped to change."""
         position = self._loading.position()
         place = self._place.report(self._steps, self._loading.fed_passes, **position)
         update = ev.TrainingUpdate(
@@ -221,6 +225,7 @@ class TrainingMeter(Observer):
 
 
 def _gpu_memory(gpu: int | None) -> dict[str, int]:
+    """Return the bytes that torch has allocated on a GPU, as fields of `TrainingUpdate`."""
     torch = _torch_with_cuda()
     if torch is None:
         return {}
@@ -246,6 +251,7 @@ def _torch_with_cuda() -> Any:
 
 
 def _learning_rate(optimizer: Any) -> float | None:
+    """Return the learning rate of an optimizer's first group, if reading it costs nothing."""
     lr: Any = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     if type(lr) is float:  # nearly all are
         return lr

@@ -120,6 +120,7 @@ class RichOutput:
         update: bool = False,
         **_kwargs: Any,
     ) -> None:
+        """Send a display, with the forms that a notebook shows, and print its text to the log."""
         if not isinstance(data, dict) or (reporter := api.active) is None:
             return
         name = str((transient or {}).get("display_id") or "")
@@ -149,6 +150,7 @@ class RichOutput:
             print(text)
 
     def _send(self, event: ev.Displayed, room: int) -> None:
+        """Send a display, or keep it as the last one if there were too many or too large ones."""
         size = _size(event.data)
         is_new = not event.name or event.name not in self._names
         if self._spent + size > room or (is_new and len(self._names) >= limits.MAX_DISPLAYS):

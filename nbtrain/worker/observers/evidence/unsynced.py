@@ -124,6 +124,7 @@ class UnsyncedModels(Observer):
 
 
 def _text(names: list[str], is_cell: bool) -> str:
+    """Return the note on models that only the ranks' copies are of, with the option that helps."""
     variables = ",".join(dict.fromkeys(re.split(r"[.[ ]", name)[0] for name in names))
     option, none = ("--out {}", "--no-sync") if is_cell else ('out="{}"', "sync=False")
     models = ", ".join(f"`{name}`" for name in names)
@@ -134,6 +135,7 @@ def _text(names: list[str], is_cell: bool) -> str:
 
 
 def _describe_reassigned(name: str, is_cell: bool) -> str:
+    """Return the note on a variable that the task gave a new model, with the option that helps."""
     option, none = (f"--out {name}", "--no-sync") if is_cell else (f'out="{name}"', "sync=False")
     code = "cell" if is_cell else "function"
     return (
@@ -143,6 +145,7 @@ def _describe_reassigned(name: str, is_cell: bool) -> str:
 
 
 def _describe_new(name: str, model: Any, is_cell: bool) -> str:
+    """Return the note on a model that only the ranks have, with the option that helps."""
     variable = re.split(r"[.[ ]", name)[0]
     option, none = (
         (f"--out {variable}", "--no-sync") if is_cell else (f'out="{variable}"', "sync=False")

@@ -122,6 +122,7 @@ class WorkSampler(Observer):
             self._report(loss, is_last=True)
 
     def _report(self, loss: float | None, *, is_last: bool) -> None:
+        """Write the evidence so far as one event; the last has the weights."""
         self._losses = [float(value) for value in self._losses]
         if not (self._steps or self._batches):
             return

@@ -90,6 +90,7 @@ def loops_around(frame: FrameType | None) -> Loops | None:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of the user's code and of libraries that train, from the inside out."""
     while frame is not None and frame.f_code.co_filename not in RANK_BODY:
         module = str(frame.f_globals.get("__name__", ""))
         if not (is_own(frame.f_code.co_filename) or f"{module}.".startswith(_NO_LOOPS)):
@@ -155,6 +156,7 @@ def _variables(frame: FrameType) -> Iterator[ChainMap[str, Any]]:
 
 
 def _may_hold_variables(code: CodeType) -> bool:
+    """Whether a function may use the dictionary of its variables, as by ``locals()``."""
     if not _FRAMES.isdisjoint(code.co_names):
         return True
     # ``model.eval()`` has the name, too, but is no `eval`.
@@ -210,6 +212,7 @@ def _while(statement: ast.While, variables: Mapping[str, Any]) -> Loop:
 
 
 def _for(statement: ast.For | ast.AsyncFor, variables: Mapping[str, Any]) -> Loop:
+    """Return where a ``for`` loop stands, over a range or a list of plain values."""
     over, target = _within_bar(statement.iter), statement.target
     match over, target:
         case ast.Call(ast.Name("enumerate"), [inner, *start], keywords), ast.Tuple([index, _]):

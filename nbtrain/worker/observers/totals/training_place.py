@@ -56,6 +56,7 @@ _library: LibraryPlace | None = None
 
 
 def _lightning_place(fit_loop: Any) -> Place:
+    """Return where Lightning's training stands, by whichever limit it will reach first."""
     trainer = fit_loop.trainer
     epochs = trainer.max_epochs if (trainer.max_epochs or -1) > 0 else None
     epoch, batches = trainer.current_epoch, trainer.num_training_batches
@@ -181,6 +182,7 @@ def _current_round(loops: Loops) -> int:
 
 
 def _digits(number: int, loops: tuple[Loop, ...]) -> list[int]:
+    """Return the round of each loop, from 0, given the round of all loops together."""
     digits: list[int] = []
     for loop in reversed(loops):
         number, digit = divmod(number, loop.rounds)
