@@ -42,6 +42,7 @@ class DebuggerLaunch(LaunchSide):
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
+        """Return the conversation with debuggers in ranks, if there is a prompt to type at."""
         prompt = None if job.unanswered else prompts.find()
         if prompt is None:
             return None
@@ -107,6 +108,7 @@ class Conversation(Companion):
             self._channels[rank.rank] = channel
 
     def _listen(self) -> None:
+        """Take the messages that ranks have sent, and forget ranks whose connection has ended."""
         poller = select.poll()
         by_descriptor = {channel.fileno(): rank for rank, channel in self._channels.items()}
         for descriptor in by_descriptor:
@@ -122,6 +124,7 @@ class Conversation(Companion):
                     self._current, self._is_asking = None, False
 
     def _take(self, rank: int, message: Message) -> None:
+        """Take a message of a rank: text to show, a prompt, or the end of its debugger."""
         if rank == self._current:
             self._show(message.get("text", ""))
         self._said[rank] = message
@@ -150,6 +153,7 @@ class Conversation(Companion):
         self._prompt.ask(f"(rank {self._current}) {message['prompt']}")
 
     def _turn_to(self, rank: int, state: RunState) -> None:
+        """Begin to talk to a rank: print where it stopped, with help the first time."""
         self._current = rank
         message = self._waiting[rank]
         others = [each for each in self._waiting if each != rank]
@@ -179,6 +183,7 @@ class Conversation(Companion):
             self._tell(self._current, line)
 
     def _change_rank(self, rank: int, state: RunState) -> None:
+        """Turn to a rank that the user names, or print which ranks wait."""
         if rank in self._waiting:
             self._turn_to(rank, state)
             return
@@ -210,6 +215,7 @@ class Conversation(Companion):
             print(f"[rank {rank}] {line}", flush=True)
 
     def _tell(self, rank: int, line: str) -> None:
+        """Send a rank the line that the user has typed."""
         self._waiting.pop(rank, None)
         self._said.pop(rank, None)
         self._goes_on_since = None

@@ -34,6 +34,7 @@ class DebuggerRank(RankSide):
     """Has ``breakpoint()`` and failures open a debugger in the notebook."""
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        """Have ``breakpoint()`` and `pdb` in this task open a debugger that the notebook can reach."""
         global _active, _failed
         _active = Debugging(job, rank, writer, scratch)
         if not job.plan.is_post_mortem:
@@ -49,6 +50,7 @@ class DebuggerRank(RankSide):
             )
 
     def handle_failure(self, job: Job, error: BaseException) -> None:
+        """Open the debugger at an exception with ``--debug``; in a live rank, keep the exception."""
         global _failed
         if _active is not None and job.plan.debug and not isinstance(error, KeyboardInterrupt):
             _active.look_into(error)

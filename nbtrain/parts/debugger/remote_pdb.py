@@ -98,6 +98,7 @@ class NotebookFile:
         self.has_ended = True
 
     def _send(self, message: dict[str, Any]) -> bool:
+        """Send a message with the text so far; return whether somebody is connected."""
         text, self._text = "".join(self._text), []
         if len(text) > MAX_EXCEPTION_CHARS:
             left = len(text) - MAX_EXCEPTION_CHARS
@@ -121,6 +122,7 @@ class NotebookFile:
         return self._channel
 
     def _receive(self) -> str | None:
+        """Return the next line that the user types; none if the rank must stop."""
         assert self._channel is not None
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)

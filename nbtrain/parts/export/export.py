@@ -276,6 +276,7 @@ class _Statement:
         return str(self.cell.typed[first]).strip()
 
     def make_comment(self, reason: str) -> None:
+        """Turn the statement into a comment with the reason, and leave out lines with a secret."""
         for i in self.lines:
             typed = self.cell.typed[i]
             if "get_ipython" not in self.cell.lines[i]:

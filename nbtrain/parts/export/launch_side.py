@@ -20,6 +20,7 @@ class ExportLaunch(LaunchSide):
         failures: Mapping[int, int],
         options: Namespace,
     ) -> None:
+        """Save the cell as a script, with ``--save``, and print where."""
         if options.save is not None:
             from .export import save
 

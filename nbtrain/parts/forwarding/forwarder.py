@@ -168,12 +168,14 @@ def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
 def _fork_forwarder(
     plan: Plan, folder: RunFolder, ours: socket.socket, other: socket.socket
 ) -> int:
+    """Fork the process that forwards, so that it is no child of the kernel."""
     ours.close()
     fork_process(partial(_forward, plan, folder, other))
     return 0
 
 
 def _forward(plan: Plan, folder: RunFolder, connection: socket.socket) -> int:
+    """Send the run to all receivers until it has ended; return the exit code."""
     kernel_detach.leave_kernel(Path(os.devnull))
     warnings.simplefilter("ignore")  # the notebook's may be errors, which imports would raise
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a launcher around the kernel
@@ -194,6 +196,7 @@ def _forward(plan: Plan, folder: RunFolder, connection: socket.socket) -> int:
 
 
 def _receivers(plan: Plan, folder: RunFolder) -> list[Receiver]:
+    """Return the trackers and the notifiers that a plan has."""
     from .notifications import Notifier
     from .trackers import RunTracker
 
@@ -250,6 +253,7 @@ class _Thread(threading.Thread):
             self._calls.put(partial(call, *args) if call is not None else None)
 
     def run(self) -> None:
+        """Make the queued calls; report an error of the receiver, and that it is done."""
         try:
             while (call := self._calls.get()) is not None:
                 call()

@@ -32,6 +32,7 @@ class ForwardingLaunch(LaunchSide):
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
+        """Start the process that forwards, if the plan has a tracker or an address."""
         if not job.plan.track and not any(job.plan.notify):
             return None
         from .forwarder import start_forwarder

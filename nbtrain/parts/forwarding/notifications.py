@@ -56,6 +56,7 @@ class Notifier:
         return f"the message was not delivered ({type(error).__name__})"
 
     def _send(self, state: RunState) -> None:
+        """Send a message about the run. Raises `ConnectionError` if the service refuses it."""
         headline, text = message(state, clock.now(state.clock_offset), self._folder)
         kind = "failure" if state.is_over else "warning"
         if state.status == "succeeded":

@@ -81,6 +81,7 @@ class RunTracker:
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:
+        """Return the configuration for the tracker: the function's arguments, and the run's."""
         info = run_info(self._folder)
         own = {
             "run": info.name,
@@ -205,6 +206,7 @@ class StepMeans:
         return self._pop_steps(lambda step: True)
 
     def _rows(self, events: Iterable[ev.Event]) -> list[history.Row]:
+        """Return the rows of the history that the events add, of all ranks in order of time."""
         of_ranks: dict[int, list[ev.Event]] = {}
         for event in events:
             if isinstance(event, (ev.Metrics, ev.TrainingUpdate)):
@@ -225,6 +227,7 @@ class StepMeans:
         return rows
 
     def _pop_steps(self, is_closed: Callable[[int], bool]) -> list[tuple[int, dict[str, float]]]:
+        """Return the means of the steps that are closed, in order, and forget them."""
         steps = []
         for step in sorted(filter(is_closed, self._open)):
             self._began.pop(step, None)

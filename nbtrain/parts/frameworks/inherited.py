@@ -48,6 +48,7 @@ def _refuse_tensorflow(module: Any) -> None:
 
 
 def _refuse_jax() -> None:
+    """Have JAX raise where it would use the devices that the kernel has initialised."""
     jax: Any = sys.modules["jax"]
     bridge = sys.modules["jax._src.xla_bridge"]
     for owner, name in (
@@ -67,6 +68,7 @@ def _refuse_jax_call(original: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse(name: str) -> NoReturn:
+    """Raise `RuntimeError`: a forked rank cannot use this library, and what to do."""
     raise RuntimeError(
         f"{describe(name, 'the kernel')}. This rank is a copy of the kernel without the threads of "
         f"{name}, which would hang here. Start the ranks as fresh processes (--engine spawn), or "

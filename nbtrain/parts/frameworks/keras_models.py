@@ -38,6 +38,7 @@ class KerasModels:
         return [zlib.crc32(array.tobytes()) for array in model.get_weights()]
 
     def load(self, model: Any, path: Path) -> None:
+        """Load saved weights into a Keras model. Raises `NbtrainError` if they do not fit."""
         from safetensors.numpy import load_file
 
         if not model.built:

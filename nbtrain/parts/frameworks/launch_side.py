@@ -22,6 +22,7 @@ class FrameworksLaunch(LaunchSide):
     """Chooses fresh processes where forked ranks would hang, and refuses what would fail."""
 
     def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
+        """Start fresh processes where the kernel has initialised TensorFlow or JAX."""
         if _has_imported():
             from . import values
 
@@ -33,6 +34,7 @@ class FrameworksLaunch(LaunchSide):
         return choose_engine(plan, engine)
 
     def findings(self, plan: Plan, device: str, engine: Engine) -> Iterable[Finding]:
+        """Return what would fail in TensorFlow, JAX or Keras themselves."""
         if plan.num_processes == 1 or engine.ranks_stay or not _may_use(plan.task):
             return ()
         from .known_failures import known_failures

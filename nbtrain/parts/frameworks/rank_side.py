@@ -43,6 +43,7 @@ class FrameworksRank(RankSide):
         self._models: Mapping[str, Any] = {}
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        """Watch the frameworks in this task, and have their processes join."""
         if self._inherited is None:  # the first task of this process
             if accelerator_guard.frameworks_in_use() and _is_forked():
                 from .inherited import refuse_inherited
@@ -89,6 +90,7 @@ class FrameworksRank(RankSide):
             joining.set_variables(own)
 
     def finish_task(self, job: Job) -> None:
+        """Send the weights of Keras models, and leave JAX's group of processes."""
         if self._models:
             from .keras_models import send_weights
 

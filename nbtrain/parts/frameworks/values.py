@@ -66,6 +66,7 @@ def prepare(plan: Plan) -> None:
 
 
 def _reduce_array(value: Any) -> Any:
+    """Pickle an array of JAX as numpy's. Raises `TypeError` if each rank has a part of it."""
     if not isinstance(value, sys.modules["jax"].Array):
         return NotImplemented
     if not (value.is_fully_addressable or value.is_fully_replicated):
@@ -86,6 +87,7 @@ def _reduce_key(value: Any) -> Any:
 
 
 def _reduce_tensor(value: Any) -> Any:
+    """Pickle a tensor or variable of TensorFlow as an array of numpy."""
     tf: Any = sys.modules["tensorflow"]
     if isinstance(value, tf.Variable):
         kept = {"name": value.name.partition(":")[0], "trainable": value.trainable}

@@ -68,6 +68,7 @@ def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
 
 
 def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
+    """Start or restart live ranks, bind them to `ranks`, and return what to print."""
     global _last_options
     old = live_ranks.current()
     given = split_line(text)
@@ -101,6 +102,7 @@ def _start_options() -> list[Any]:
 
 
 def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
+    """Return the names and the options of ``push`` or ``pull``. Raises `PlanError`."""
     words, options = split_line(text.replace(",", " ")), dict[str, str]()
     if name == "pull" and "--rank" in words:
         index = words.index("--rank")
@@ -184,6 +186,7 @@ def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, ...]:
+    """Return a variable as a row of ``%nbtrain vars``."""
     about = next(each for each in by_rank.values() if each is not None)
     shape = about.get("shape", "")
     size = format_bytes(about["bytes"]) if "bytes" in about else ""

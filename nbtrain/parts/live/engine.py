@@ -146,6 +146,7 @@ class TaskRanks(Ranks):
         return exits
 
     def _receive(self, timeout: float) -> list[Exit]:
+        """Return the ranks that have done the task, or have ended, within the timeout."""
         exits = []
         for rank, message in self._members.receive(self._busy, timeout).items():
             if message is None:

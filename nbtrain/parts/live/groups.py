@@ -48,6 +48,7 @@ class ProcessGroups:
         return dist.PrefixStore("nbtrain-{}-{}".format(*self._keys), store)
 
     def _leave(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Destroy a group, and give the next default group keys of its own."""
         was_in = _distributed_module() is not None
         value = original(*args, **kwargs)
         if was_in and _distributed_module() is None:
@@ -62,6 +63,7 @@ class ProcessGroups:
             c10d._world.group_count = 1000 * generation + 10 * left
 
     def _make(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a group, and remember the sockets that it opens."""
         before = set(_connections())
         try:
             return original(*args, **kwargs)
@@ -164,6 +166,7 @@ def _distributed_module() -> Any:
 
 
 def _descriptors() -> list[tuple[int, str]]:
+    """Return this process's descriptors, each with what /proc names it."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.listdir("/proc/self/fd"):

@@ -458,6 +458,7 @@ class LiveRanks:
 
     @_exclusive_use
     def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
+        """Run a task and wait for it, and keep the error that it raises for `debug`."""
         try:
             run = self._launch_task(plan, targets)
         except BaseException as error:  # including an interrupt: `debug` needs the last exception
@@ -494,6 +495,7 @@ class LiveRanks:
         return self._background_run
 
     def _launch_task(self, plan: Plan, targets: Sequence[int]) -> Run:
+        """Launch a task on ranks, with the variables of the notebook that these lack."""
         self._recover()  # an interrupt may have come before it was done
         self._check_is_whole()
         if isinstance(plan.task, Cell):
@@ -767,6 +769,7 @@ class LiveRanks:
         threading.Thread(target=watch, name="nbtrain-idle", daemon=True).start()
 
     def _end_when_idle(self, seconds: float) -> None:
+        """End the ranks, in a thread, once they have had no task for so long."""
         while not self.has_ended:
             if self._is_stopped.wait(max(self._last_use + seconds - time.monotonic(), 0.0)):
                 return
@@ -785,6 +788,7 @@ class LiveRanks:
         self._stop("by %nbtrain stop")
 
     def _stop(self, how: str) -> None:
+        """End a task in the background, then all ranks."""
         if os.getpid() != _live_pid:
             return
         self._is_stopped.set()

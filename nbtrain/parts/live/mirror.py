@@ -46,6 +46,7 @@ def mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterato
 
 
 def _send_growth(channel: Channel, task: int, folder: RunFolder, have: dict[str, int]) -> bool:
+    """Send what has been appended to the files; return whether that was anything."""
     parts = read_appended(folder.path, have)
     for name, (offset, data) in parts.items():
         with fill_memory_file(lambda file, data=data: file.write(data)) as file:  # type: ignore[misc]
@@ -55,6 +56,7 @@ def _send_growth(channel: Channel, task: int, folder: RunFolder, have: dict[str,
 
 
 def _send(channel: Channel, task: int, name: str, path: Path) -> None:
+    """Send a whole file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         channel.send({"file": name, "task": task, "grows": False}, descriptor)

@@ -45,6 +45,7 @@ class ReloadedModules:
         return taken
 
     def _look(self) -> dict[str, str]:
+        """Return the sources of the user's modules that were reloaded since the last call."""
         found = {}
         for name, module in list(sys.modules.items()):
             if name in self._libraries:

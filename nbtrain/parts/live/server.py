@@ -144,6 +144,7 @@ class LiveRank:
                 continue
 
     def _receive(self) -> None:
+        """Queue the messages of the notebook, in a thread; an interrupt takes effect at once."""
         main_thread = threading.main_thread().ident
         assert main_thread is not None
         while True:
@@ -178,6 +179,7 @@ class LiveRank:
     # The handlers of messages. The reply's "data" is a descriptor.
 
     def _run_task(self, message: Message, data: int | None) -> Message:
+        """Run a task in the folder of its run; return its exit code and the new variables."""
         assert data is not None
         with self._task_folder(message) as folder, self._use_folder(folder):
             try:
@@ -259,6 +261,7 @@ class LiveRank:
         return {"data": os.dup(file.fileno())}
 
     def _put(self, message: Message, data: int | None) -> Message:
+        """Set variables; return those that still refer to what was replaced."""
         assert data is not None
         known = select_stateful(self._namespace)
         replaced = find_parts({n: known[n] for n in message["sent"] if n in known})

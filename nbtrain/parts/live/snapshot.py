@@ -36,6 +36,7 @@ class Snapshot:
 
 
 def _mark(value: Any) -> tuple[str, Any]:
+    """Return what a value is recognised by: the value, a weak reference, or its id."""
     if type(value) in _PLAIN:
         return "plain", value
     try:

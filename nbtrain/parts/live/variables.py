@@ -166,6 +166,7 @@ class Variables:
             self.snapshot.take(fetched, fetched)
 
     def _load_copies(self, known: Mapping[str, Any], rank: int) -> None:
+        """Load models of a rank into the notebook's. Raises `NbtrainError` if they differ."""
         fetched = self._fetch_from(known, rank)
         for name, value in fetched.items():  # all, before any of the notebook's is changed
             own_layout = layout(known[name], known)

@@ -106,6 +106,7 @@ def like(model: Any, batch: Any, wanted: int) -> Example:
 
 
 def _positions(model: Any, given: int) -> int:
+    """Return how many of the `given` tensors a model's ``forward`` takes by position."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return given

@@ -99,6 +99,7 @@ def _anatomy(
     strategy: str,
     loss: Callable[[Any], Any] | None,
 ) -> MemoryAnatomy:
+    """Run one step on fake tensors, and return what it needs, by part."""
     model = own_model(model)
     shards = ranks if strategy == "fsdp" and optimizer != "none" else 1
     step = Step(model, optimizer, precision, shards, on_gpu=room.device == "cuda")
@@ -219,6 +220,7 @@ def _variable(name: str, namespace: Mapping[str, Any]) -> Any:
 
 
 def _model(expression: str, namespace: Mapping[str, Any]) -> Any:
+    """Return the model of an expression, or a function that makes it. Raises `PlanError`."""
     if expression.isidentifier():
         return _variable(expression, namespace)
     try:

@@ -109,6 +109,7 @@ class MemoryAnatomy:
         )
 
     def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
         table = html_table(self._rows(), [LEFT, RIGHT, RIGHT], head=True)
         notes = "".join(f"<div>⚠ {escape(note)}</div>" for note in self.notes)
         colour = theme.GREEN if self.fits() else theme.RED
@@ -130,6 +131,7 @@ class MemoryAnatomy:
         return f"✗ {need} {'does' if ranks == 1 else 'do'} not fit {place}"
 
     def _title(self) -> str:
+        """Return the model, optimizer, precision, batch and ranks in one line."""
         ranks = plural(self.ranks, "rank")
         return " · ".join(
             [
@@ -142,6 +144,7 @@ class MemoryAnatomy:
         )
 
     def _rows(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table: a part, its most, and its share of the peak."""
         rows = [("", "at most", "at the peak")]
         for name, label in _LABELS.items():
             most, at_peak = getattr(self.parts, name), getattr(self.peak, name)

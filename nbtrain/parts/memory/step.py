@@ -112,6 +112,7 @@ class Step:
 
     @contextlib.contextmanager
     def _fake_tensors(self) -> Iterator[None]:
+        """Compute in the body with tensors that have no data, as on a GPU if asked."""
         like_gpu = gpu_kernels() if self._on_gpu else contextlib.nullcontext()
         is_training = torch.set_grad_enabled(self._optimizer is not None)
         with self._fake, like_gpu, is_training, warnings.catch_warnings():
@@ -121,6 +122,7 @@ class Step:
     def _count(
         self, example: Example, loss: Callable[[Any], Any] | None
     ) -> tuple[Parts, Parts, str]:
+        """Return the most of each part, its size at the peak, and the phase of the peak."""
         model, optimizer, tracker = self._model, self._optimizer, _tracker()
         model.train(optimizer is not None)
         tracker.track_external(model, *([] if optimizer is None else [optimizer]))
@@ -169,6 +171,7 @@ class Step:
 
 
 def _tracker() -> Any:
+    """Return torch's memory tracker. Raises `PlanError` if this torch has none."""
     try:
         from torch.distributed._tools.mem_tracker import MemTracker
     except ImportError as error:

@@ -115,6 +115,7 @@ class MultinodeEngine(ForkEngine):
         return code
 
     def _keep_store(self, job: Job) -> None:
+        """Keep the store for the ranks of other nodes after those of this node are done."""
         assert job.world is not None
         began, is_shown = time.monotonic(), False
         while self._store.add(_DONE, 0) < job.world.size:
@@ -150,6 +151,7 @@ def _bind(nodes: Rendezvous) -> socket.socket:
 
 
 def _name_this_node(error: Exception, nodes: Rendezvous) -> None:
+    """Add to an error which node this is, and where the cause may be shown."""
     text = (
         f"nbtrain: this is node {nodes.node} of {nodes.count}, and this notebook sees this node "
         "only. If no rank here failed first, the notebook of another node shows the reason."

@@ -95,6 +95,7 @@ def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _sources(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the Python files below a folder with their status, without libraries."""
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not _is_skipped(Path(here, f)))
         for name in sorted(files):

@@ -131,6 +131,7 @@ class Driver:
         return self._connection.recv()
 
     async def _cancel(self, pending: Sequence[asyncio.Task[None]]) -> None:
+        """Cancel requests in order, and answer each."""
         for task in pending:  # in order, because their answers must be
             if not task.done():
                 task.cancel()
@@ -233,6 +234,8 @@ class Driver:
         return self._reservation
 
     async def _on_all(self, call: Callable[[Member], Awaitable[T]]) -> list[T]:
+        """Make a call for all nodes at once. Raises `LaunchError` with the node's name."""
+
         async def on(member: Member) -> T:
             try:
                 return await call(member)
@@ -244,6 +247,8 @@ class Driver:
     # In the background
 
     def _follow(self, work: Awaitable[Any]) -> None:
+        """Do some work in the background, without the errors of a lost node."""
+
         async def follow() -> None:
             with contextlib.suppress(self._ray.exceptions.RayError):  # `_watch` reports it
                 await work

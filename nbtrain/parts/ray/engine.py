@@ -149,6 +149,7 @@ class DriverClient:
         return self._unanswered > 0
 
     def _driver_error(self) -> LaunchError:
+        """Return the error of a driver that has ended, with the last line that it printed."""
         output = b""
         with contextlib.suppress(OSError, ValueError):
             output = os.pread(self._output.fileno(), 1 << 16, 0)
@@ -238,6 +239,7 @@ _own_cluster: _OwnCluster | None = None
 
 
 def _own() -> _OwnCluster:
+    """Return the cluster of this kernel; a new one if the last cannot be used."""
     global _own_cluster
     if _own_cluster is not None:
         is_usable = False
@@ -435,6 +437,7 @@ class RemoteRanks(Ranks):
         self._news: list[ev.Event] = []
 
     def _begin(self, pids: Mapping[int, int], nodes: Mapping[int, str]) -> None:
+        """Take the processes and nodes of ranks that have started; those without a node end."""
         self._is_starting, self._pids, self._nodes = False, pids, nodes
         if self._has_waited:
             self._news.append(ev.Waiting(clock.now(), -1, ""))
@@ -493,6 +496,7 @@ class RemoteRanks(Ranks):
         return exits
 
     def _add_news(self, kind: str, text: str) -> None:
+        """Keep a text of the driver as an event."""
         if kind == "waiting":
             self._news.append(ev.Waiting(clock.now(), -1, text))
             self._has_waited = True

@@ -57,6 +57,7 @@ class NodeActor:
         return facts
 
     def _import(self) -> None:
+        """Import what the ranks' start needs, ahead of time."""
         import contextlib
         import importlib
 

@@ -249,6 +249,7 @@ class NodeRanks:
             self._ranks.close()
 
     def _watch(self, device: str) -> None:
+        """Signal, measure and reap the ranks until all have ended."""
         writer = EventWriter(self.folder.path / node_events(self._order.world.node))
         if self._folder_note:
             writer.write(

@@ -496,6 +496,8 @@ def describe_wait(able: int, count: int, needed: Mapping[str, float], ranks: int
 
 
 def _describe_node(node: Node, needed: Mapping[str, float]) -> str:
+    """Return how much of each resource a node has free."""
+
     def free(name: str) -> str:
         free, total = node.free.get(name, 0.0), node.total.get(name, 0.0)
         return f"{_format_amount(free)} of {_format_amount(total)} {name} free"

@@ -96,6 +96,7 @@ def command(typed: Typed) -> ScalingReport:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
+    """Read numbers of ranks such as ``1,2,4``. Raises `ArgumentTypeError`."""
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:

@@ -27,6 +27,7 @@ class XlaRank(RankSide):
     compilation: CompilationMeter | None = None
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+        """Read scalars of XLA devices late, and report compilations."""
         device_scalars.READERS["xla"] = XlaScalars
         if "phases" in job.plan.telemetry:
             compilation = self.compilation = CompilationMeter(writer, rank, job.is_live)
@@ -73,6 +74,7 @@ class XlaScalars:
             xla.after_step(self._step_ended, device)
 
     def _step_ended(self, device: str) -> None:
+        """Have the scalars of a device read, as its step has ended."""
         self._observed.discard(device)
         self._due = time.monotonic() + limits.REPORT_INTERVAL_S
         self._ended.put(self._waiting.pop(device, []))

@@ -66,6 +66,7 @@ class XlaEngine(ForkEngine):
 
 
 def _call_as_rank(job: Job, rank: int, task: Task) -> Any:
+    """Join torch_xla's runtime as a rank, run the task, and wait for the device."""
     xla.forget_place(os.environ, keep=job.plan.env)
     with _joining(rank):
         devices = xla.join(rank, job.world_size)
@@ -142,6 +143,7 @@ def with_own_models(task: Task) -> Task:
 
 
 def _copy_models(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, Any]:
+    """Return values with a copy of each model, for a device of its own."""
     module = getattr(sys.modules.get("torch.nn"), "Module", ())
     return {
         name: copy.deepcopy(value, memo) if isinstance(value, module) else value
@@ -194,6 +196,7 @@ def _bytes_on_host(model: Any) -> int:
 
 
 def _is_large_move(model: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``model.to`` moves a large model from the host to a TPU."""
     try:
         device = sys.modules["torch"]._C._nn._parse_to(*args, **kwargs)[0]
     except (TypeError, RuntimeError):  # `to` itself raises it again

@@ -54,6 +54,7 @@ def load() -> None:
 
 
 def _unfit(error: Exception) -> str:
+    """Return why torch_xla does not work with this torch, and what to install."""
     torch = getattr(sys.modules.get("torch"), "__version__", "?")
     reason = (str(error).splitlines() or [""])[0]
     return (

@@ -28,6 +28,7 @@ def watch_tensorflow(module: ModuleType, *_: object) -> None:
 
 
 def _compile(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call JAX's compiler, and report the phase if that takes long."""
     compiling = _Compiling()
     try:
         return original(*args, **kwargs)
@@ -53,6 +54,7 @@ class _Compiling:
                 tell("on_phase", "compiling")
 
     def end(self) -> None:
+        """End the phase, if it was reported."""
         self._timer.cancel()
         with self._lock:
             self._is_over = True

@@ -34,6 +34,8 @@ def watch(
 
 
 def _after(note: Callable[..., None]) -> Callable[..., Any]:
+    """Return a patch that calls `note` after the original function, with its arguments."""
+
     def call(original: Any, callbacks: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(callbacks, *args, **kwargs)
         note(callbacks, *args, *kwargs.values())
@@ -81,6 +83,7 @@ class FitMeter(Observer):
 
     @_telemetry
     def _begin_epoch(self, callbacks: Any, epoch: int, *_: Any) -> None:
+        """Begin to count an epoch of `fit`."""
         self._epoch_began = self._now = time.monotonic()
         self._epoch, self._batch = epoch + 1, 0
         self._first = self._first or self._epoch
@@ -92,6 +95,7 @@ class FitMeter(Observer):
 
     @_telemetry
     def _end_batch(self, callbacks: Any, batch: int, logs: Any = None, *_: Any) -> None:
+        """Count a batch of `fit`, and report if that is due."""
         if not self._batch:  # before, a model may not have its weights yet
             trained = [{"params": callbacks.model.trainable_variables}]
             self._trainings.count_step(SimpleNamespace(param_groups=trained))
@@ -111,6 +115,7 @@ class FitMeter(Observer):
 
     @_telemetry
     def _end_epoch(self, callbacks: Any, epoch: int, logs: Any = None, *_: Any) -> None:
+        """Report an epoch of `fit` that has ended, with its metrics."""
         self._is_training, self._now = False, time.monotonic()
         self._batches = self._batches or self._batch
         loss = self._report(callbacks, logs)
@@ -159,6 +164,7 @@ class FitMeter(Observer):
         return loss
 
     def _note_divergence(self, loss: float) -> None:
+        """Report, once, that the loss is no longer finite."""
         is_finite = math.isfinite(loss)
         if not (is_finite or self._has_diverged):  # steps before it: not known, logs are a mean
             event = ev.NotFinite(clock.now(), -1, self._rank, -1, str(loss))
@@ -204,6 +210,7 @@ def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
 
 
 def _untold(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose torch steps, with the torch backend of Keras, are not counted."""
     with contextlib.ExitStack() as after:
         for event in _TORCH_EVENTS:
             after.callback(listeners.__setitem__, event, listeners.get(event, ()))
