@@ -34,12 +34,3 @@ RESCUE_MAX_BYTES = 512 << 20
 
 OPTIMIZER_MAX_BYTES = 1 << 30
 """An optimizer's state up to this size is copied back without `--out`. Most serve one run only."""
-
-FIRST_ELEMENTS_COUNT = 1 << 12
-"""The elements of a tensor that are compared first. Training changes them nearly always, and torch
-compares this few without threads."""
-
-MAP_CHUNK_BYTES = 80 << 20
-"""How much of a file of weights is mapped at a time, as mapped bytes count as the kernel's memory.
-The file is opened again after each chunk, which takes 0.3 ms (safetensors 0.8, 60 tensors). Loading
-1 GB took 7 % longer with 32 MiB. Mapping all at once took 3 % less time and twice the memory."""

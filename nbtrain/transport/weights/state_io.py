@@ -161,7 +161,7 @@ def _split_by_change(
         key = id(tensor)  # tied weights are one
         here = copies[key] if key in copies else to_cpu(tensor)
         if name in before and key not in marks:
-            marks[key] = fingerprint(here, before[name])
+            marks[key] = fingerprint(here)
         if name in before and marks[key] == before[name]:
             same[name] = marks[key]
         else:

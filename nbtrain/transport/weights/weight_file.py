@@ -5,7 +5,6 @@ The header has a checksum of each tensor, so that a whole file is checked before
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -17,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ...errors import NbtrainError
 from ...system.files import open_own
 from ...system.processes import boot
-from ..limits import MAP_CHUNK_BYTES
 from .tensors import checksum, decode, encode, is_finite, is_plain, shape_of, stored_kind
 
 if TYPE_CHECKING:
     import torch
 
 _ABOUT = "nbtrain"
-_ABOUT_CHECKSUM = "nbtrain-checksum"
-"""The entries of the header that nbtrain writes: a JSON text, and its checksum."""
+"""The entry of the header that nbtrain writes, a JSON text."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,11 @@ def save(content: WeightFile, path: Path) -> list[str]:
         "encoded": sorted(tensors.keys() - plain.keys()),
         "not_finite": not_finite,
     }
-    text = json.dumps(about)
-    metadata = {"format": "pt", _ABOUT: text, _ABOUT_CHECKSUM: _text_checksum(text)}
+    metadata = {"format": "pt", _ABOUT: json.dumps(about)}
     separate, end = {}, 0
     for name, tensor in sorted(stored.items(), key=lambda item: item[1].data_ptr()):
         begin = tensor.data_ptr()  # safetensors refuses tensors that overlap in memory
-        separate[_file_key(name)] = tensor.clone() if begin < end else tensor
+        separate[name] = tensor.clone() if begin < end else tensor
         end = max(end, begin + tensor.nbytes)
     try:
         save_file(separate, path, metadata)
@@ -70,11 +66,6 @@ def save(content: WeightFile, path: Path) -> list[str]:
         number = int(code[1]) if code else 0
         raise OSError(number, os.strerror(number) if code else str(error)) from error
     return not_finite
-
-
-def _file_key(name: str) -> str:
-    """Return a tensor's name in a file, where "__metadata__" is reserved by the format."""
-    return f"{name}'" if name.startswith("__metadata__") else name
 
 
 class WeightReader:
@@ -134,16 +125,9 @@ class WeightReader:
             yield name, decode(tensor) if name in self.about["encoded"] else tensor
 
     def _read_stored(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        waiting = list(names)[::-1]
-        while waiting:
-            with self._map() as file:
-                size = 0
-                while waiting and size < MAP_CHUNK_BYTES:
-                    name = waiting.pop()
-                    tensor = file.get_tensor(_file_key(name))
-                    size += tensor.nbytes
-                    yield name, tensor
-                del tensor  # a reference to a mapped tensor keeps the mapping
+        with self._map() as file:
+            for name in names:
+                yield name, file.get_tensor(name)
 
     def _map(self) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -168,17 +152,12 @@ class WeightReader:
                 f"{self.path} was written by an earlier version of nbtrain; "
                 "safetensors.torch.load_file(path) returns its tensors"
             )
-        is_whole = metadata.get(_ABOUT_CHECKSUM) == _text_checksum(text)
-        if not is_whole or names != {*map(_file_key, about["tensors"])}:
+        if names != {*about["tensors"]}:
             raise self._damage_error("its header is not what the rank wrote")
         return about
 
     def _damage_error(self, reason: str) -> NbtrainError:
         return NbtrainError(f"{self.path} is damaged: {reason}")
-
-
-def _text_checksum(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stamp(file: int | Path) -> str:

