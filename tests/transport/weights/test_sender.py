@@ -682,7 +682,7 @@ def test_a_model_that_the_notebook_changes_meanwhile_stays_and_the_run_has_its_o
     [
         ("opt.param_groups[0]['lr'] = 0.5", ["opt"], "run.load(optimizer)"),
         ("sched.last_epoch = 7", ["sched"], "run.load(scheduler)"),
-        ("found = 'mine'; losses.append(2)", ["found", "losses"], "run.out['losses']"),
+        ("found = 'mine'; losses = [1, 2]", ["found", "losses"], "run.out['losses']"),
     ],
 )
 def test_what_else_the_notebook_changes_meanwhile_stays_too(
@@ -707,7 +707,6 @@ def test_what_else_the_notebook_changes_meanwhile_stays_too(
         ("model(torch.ones(1, 3)).sum().backward()", ""),
         ("model = torch.compile(model)", ""),
         ("model = made()[0]", "the notebook's object no longer exists"),
-        ("old = model; model = made()[0]", "`model` is another model now than at the launch"),
     ],
 )
 def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
