@@ -30,7 +30,5 @@ VERIFY_MAX_BYTES = 16 << 20
 """A result up to this size is unpickled once in the rank, to find out whether the notebook can."""
 
 RESCUE_MAX_BYTES = 512 << 20
-"""Weights up to this size are saved after a failure or an interrupt, when there is little time."""
-
-OPTIMIZER_MAX_BYTES = 1 << 30
-"""An optimizer's state up to this size is copied back without `--out`. Most serve one run only."""
+"""Weights up to this size are saved although nobody asked for them: models after a failure or an
+interrupt, when there is little time, and optimizers without `--out`, as most serve one run only."""

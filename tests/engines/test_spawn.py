@@ -500,7 +500,7 @@ def test_what_would_arrive_as_something_else_is_refused(notebook: Notebook) -> N
         assert said in out.traceback
 
 
-def test_a_variable_that_fails_to_load_is_named_without_a_library_s_frames(
+def test_a_variable_that_fails_to_load_is_told_without_a_library_s_frames(
     notebook: Notebook,
 ) -> None:
     notebook.run(
@@ -509,7 +509,7 @@ def test_a_variable_that_fails_to_load_is_named_without_a_library_s_frames(
     )
     out = notebook.run("%%distributed -n 1 -e spawn\nfine, history")
     assert out.ename == "TypeError"
-    assert "while loading `history` in a fresh process" in out.traceback
+    assert "while loading the notebook's values in a fresh process" in out.traceback
     assert "serialization.py" not in out.traceback
 
 

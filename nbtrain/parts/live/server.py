@@ -184,7 +184,7 @@ class LiveRank:
                 plan, classes = self._plan(message, data)
             # The user's classes may raise anything while they are unpickled.
             except Exception as error:
-                place = f"while loading {payload.loading()} in a live rank"
+                place = "while loading the notebook's values in a live rank"
                 plan, classes = failing_plan(error, place), frozenset()
             of_process = main.job_of_process
             assert of_process is not None

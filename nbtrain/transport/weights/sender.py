@@ -28,17 +28,16 @@ from ...planning.task_values import (
 )
 from ...system.files import write_atomically
 from ...system.instrumentation import patch
-from ...system.processes import shared_memory_spans
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from .. import result_pickler
 from ..job import Job
-from ..limits import OPTIMIZER_MAX_BYTES, RESCUE_MAX_BYTES
+from ..limits import RESCUE_MAX_BYTES
 from . import model_parts, state_io
 from .model_changes import ModelAtStart
 from .model_parts import FSDP, is_sharded, named_tensors, plain_name, plain_paths, unwrap
-from .tensors import address, fingerprints, size_of
+from .tensors import fingerprints, shared_address, size_of
 from .weight_file import WeightFile, save, stamp
 
 
@@ -233,10 +232,11 @@ class ResultSender:
 
     def _shared_names(self, tensors: Mapping[Any, Any]) -> list[Any]:
         """Return the names of tensors that are where the notebook shares them with the ranks."""
-        own = {n: (id(t), address(t)) for n, t in tensors.items() if id(t) in self._addresses}
-        places = {n: at for n, (key, at) in own.items() if at and self._addresses[key] == at}
-        spans = shared_memory_spans() if places else []
-        return [n for n, at in places.items() if any(begin <= at < end for begin, end in spans)]
+        return [
+            name
+            for name, tensor in tensors.items()
+            if (place := self._addresses.get(id(tensor))) and place == shared_address(tensor)
+        ]
 
     def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return the state of an optimizer or a scheduler that no `--out` names.
@@ -261,7 +261,7 @@ class ResultSender:
         if self._shared_names(dict(enumerate(tensors))):
             return None  # the notebook's optimizer has them
         is_apart = any(map(is_sharded, tensors)) or any(map(self._is_in_parts, models))
-        if not is_apart and sum(map(size_of, tensors)) <= OPTIMIZER_MAX_BYTES:
+        if not is_apart and sum(map(size_of, tensors)) <= RESCUE_MAX_BYTES:
             with contextlib.suppress(Exception):  # of a user's class: `--out` reports why
                 return state_io.state_file(value)
         self._unsent.add(name)
@@ -421,13 +421,13 @@ class ResultSender:
 
 
 def _addresses(values: Iterable[Any]) -> dict[int, int]:
-    """Return where tensors of models and optimizers are in the host's memory, by their ids."""
+    """Return where tensors of models and optimizers are in shared memory, by their ids."""
     places = {}
     for value in values:
         with contextlib.suppress(Exception):  # it may be of a user's class
             is_module = is_model(value)
             own = [*value.parameters(), *value.buffers()] if is_module else _state_values(value)
-            places.update({id(t): address(t) for t in own if hasattr(t, "element_size")})
+            places.update({id(t): shared_address(t) for t in own if hasattr(t, "element_size")})
     return places
 
 

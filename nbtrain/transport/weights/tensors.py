@@ -57,11 +57,11 @@ def can_be_saved(tensor: torch.Tensor) -> bool:
     return not has_no_bytes(tensor) and not tensor.is_mkldnn
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's block begins in the host's memory; 0 if it is not a block there."""
+def shared_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor is in memory that processes share; 0 if it is not in such memory."""
     if has_no_bytes(tensor) or tensor.device.type != "cpu" or not is_block(tensor):
         return 0
-    return tensor.data_ptr()
+    return tensor.data_ptr() if tensor.is_shared() else 0  # type: ignore[no-untyped-call]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
