@@ -36,7 +36,7 @@ from ..planning.task_values import arguments, owner_name, variables
 from ..system.files import memory_descriptor
 from . import process_state, result_pickler
 from .result_pickler import CodePickler
-from .weights.model_parts import Part, get_part
+from .weights.models import Part, get_part
 
 STATES = "_nbtrain_states"
 """The name under which `pack_values` sends states of values that a process already has."""

@@ -71,8 +71,9 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         # A module of another class, such as `torch.backends.cudnn`, which cloudpickle rejects.
         is_module = issubclass(type(obj), types.ModuleType)
-        if is_module and type(obj) is not types.ModuleType and obj in sys.modules.values():
-            return importlib.import_module, (obj.__name__,)
+        name = obj.__name__ if is_module and type(obj) is not types.ModuleType else None
+        if name is not None and sys.modules.get(name) is obj:  # cloudpickle rejects it
+            return importlib.import_module, (name,)
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return make, tuple(obj.co_filename if a == "<dynamic-code>" else a for a in arguments)

@@ -26,7 +26,7 @@ from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
 from ...transport.channel import Address, Channel, connect
-from ...transport.weights.model_parts import find_parts
+from ...transport.weights.models import find_parts
 from ...worker import api, checkpoints, hooks, main, stopping
 from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import failing_plan, run_task

@@ -25,9 +25,9 @@ from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from .. import result_pickler
 from ..limits import RESCUE_MAX_BYTES
-from . import model_parts, state_io
-from .model_parts import named_tensors, unwrap
-from .weight_file import WeightReader
+from . import state_io
+from .models import get_part, named_tensors, stepped_parameters, unwrap
+from .state_io import WeightReader
 
 
 class ModelKind(Protocol):
@@ -259,7 +259,7 @@ def _find_blocking_object(
     optimizer = getattr(value, "optimizer", None) if is_scheduler(value) else None
     own = _tensor_ids(value)
     if not is_model(value):
-        own = {*map(id, model_parts.stepped_parameters(value))}
+        own = {*map(id, stepped_parameters(value))}
     left = {n: objects[n] for n in troubles if n in objects}
     return next((n for n, v in left.items() if v is optimizer or _tensor_ids(v) & own), "")
 
@@ -322,7 +322,7 @@ def _unpickle_values(
     A reference to a model of the notebook needs that model to exist.
     """
     objects = receiver.objects() if receiver is not None else {}
-    get_part = partial(model_parts.get_part, values=objects)
+    find = partial(get_part, values=objects)
     ranks = range(folder.read_manifest()["num_processes"])
     paths = [folder.out(rank) for rank in ranks]
     sent = [pickle.loads(read_regular(path)) if path.exists() else {} for path in paths]
@@ -331,9 +331,7 @@ def _unpickle_values(
         each = (s.get(asked) for s in (sent if asked.endswith(OF_ALL) else sent[:1]))
         name = asked.removesuffix(OF_ALL)
         try:
-            every = [
-                data if data is None else result_pickler.loads(data, get_part) for data in each
-            ]
+            every = [data if data is None else result_pickler.loads(data, find) for data in each]
         except Exception as error:  # from a user's class: the other values are still loaded
             lost[name] = error
         else:

@@ -34,11 +34,20 @@ from ...tracking.event_log import EventWriter
 from .. import result_pickler
 from ..job import Job
 from ..limits import RESCUE_MAX_BYTES
-from . import model_parts, state_io
-from .model_changes import ModelAtStart
-from .model_parts import FSDP, is_sharded, named_tensors, plain_name, plain_paths, unwrap
+from . import state_io
+from .models import (
+    FSDP,
+    ModelAtStart,
+    find_parts,
+    is_sharded,
+    named_parameters,
+    named_tensors,
+    plain_name,
+    plain_paths,
+    unwrap,
+)
+from .state_io import WeightFile, save, stamp
 from .tensors import fingerprints, shared_address, size_of
-from .weight_file import WeightFile, save, stamp
 
 
 class ResultSender:
@@ -78,7 +87,7 @@ class ResultSender:
         self._unsent: set[str] = set()
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
-        known = model_parts.find_parts(self._returned) if plan.out and rank == 0 else {}
+        known = find_parts(self._returned) if plan.out and rank == 0 else {}
         self._parts = {part: key for key, part in known.items()}
         self._stages: list[Any] = []
         if self._objects:
@@ -311,7 +320,7 @@ class ResultSender:
             raise _FolderError(error) from error
         kind, count = content.about["kind"], content.about.get("parameters", 0)
         adapters = () if self._is_live else content.about.get("adapters", ())
-        known = model_parts.named_parameters(self._objects[name]) if count else ()
+        known = named_parameters(self._objects[name]) if count else ()
         self._report(
             name,
             what=kind,
@@ -376,7 +385,7 @@ class ResultSender:
         variables = named_values(self._plan.task)
         # A new optimizer refers to the notebook's model, but not to a layer that has replaced one
         # of the notebook's. The models of other ranks may differ.
-        parts = model_parts.find_parts(self._returned) if wanted and self._rank == 0 else {}
+        parts = find_parts(self._returned) if wanted and self._rank == 0 else {}
         known = {key: part for key, part in parts.items() if self._parts.get(part, key) == key}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)

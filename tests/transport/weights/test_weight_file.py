@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 
 from nbtrain.errors import NbtrainError
-from nbtrain.transport.weights import state_io, weight_file
-from nbtrain.transport.weights.model_parts import named_tensors
+from nbtrain.transport.weights import state_io
+from nbtrain.transport.weights.models import named_tensors
+from nbtrain.transport.weights.state_io import WeightFile, WeightReader, save, stamp
 from nbtrain.transport.weights.tensors import PLAIN_DTYPES
-from nbtrain.transport.weights.weight_file import WeightFile, WeightReader, save, stamp
 
 
 @pytest.fixture
@@ -170,13 +170,13 @@ def test_it_leaves_no_descriptor(path: Path) -> None:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checksums that were computed."""
     computed = list[str]()
-    original = weight_file.checksum
+    original = state_io.checksum
 
     def counting(tensor: torch.Tensor) -> str:
         computed.append(original(tensor))
         return computed[-1]
 
-    monkeypatch.setattr(weight_file, "checksum", counting)
+    monkeypatch.setattr(state_io, "checksum", counting)
     return computed
 
 

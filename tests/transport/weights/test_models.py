@@ -12,8 +12,8 @@ import torch
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.transport.weights.model_parts import named_tensors
-from nbtrain.transport.weights.weight_file import WeightReader
+from nbtrain.transport.weights.models import named_tensors
+from nbtrain.transport.weights.state_io import WeightReader
 from nbtrain.ui import text_summary
 
 peft = pytest.importorskip("peft", reason="needs peft")
