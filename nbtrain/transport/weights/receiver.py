@@ -223,15 +223,7 @@ class _Launch:
         if not changed:
             return
         kind = state_io.kind_of(value)
-        alone = next((n for n in changed if n in unsaved), None)
-        if alone is None:
-            remedy = f"run.load({kind}) loads what the run saved"
-        else:
-            remedy = (
-                f"The run did not change {state_io.describe(alone)}, so its file does not have "
-                f"it. Make the {kind} as it was at the launch, then call run.load({kind}, {name!r})"
-            )
-        raise NbtrainError(f"{_CHANGED}. {remedy}")
+        raise NbtrainError(f"{_CHANGED}. run.load({kind}) loads what the run saved")
 
     def find_reassigned(
         self, values: Collection[str], namespace: Mapping[str, Any]

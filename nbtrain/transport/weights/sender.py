@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import NbtrainError
-from ...findings import Finding
 from ...planning.option_types import OF_ALL
 from ...planning.task_values import (
     is_model,
@@ -89,7 +88,8 @@ class ResultSender:
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         known = find_parts(self._returned) if plan.out and rank == 0 else {}
         self._parts = {part: key for key, part in known.items()}
-        self._stages: list[Any] = []
+        self._staged: dict[int, Any] = {}
+        """The tensors of pipeline stages by their ids, and alive: CPython reuses those."""
         if self._objects:
             self._patch_libraries()
 
@@ -100,8 +100,6 @@ class ResultSender:
         # `pipeline` makes begin here. Without it, rank 0's layers would pass for the model.
         stage = "torch.distributed.pipelining.stage:_PipelineStageBase"
         patch(stage, "__init__", self._stage_init)
-        if self._rank == 0:
-            patch("peft.peft_model:PeftModel", "__init__", self._peft_init)
 
     def _fingerprints(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model that cannot be read is always sent
@@ -143,24 +141,7 @@ class ResultSender:
 
     def _stage_init(self, original: Any, stage: Any, *args: Any, **kwargs: Any) -> None:
         original(stage, *args, **kwargs)
-        self._stages.append(stage)
-
-    def _peft_init(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        """Warn that trained prompts are lost: of all adapters, only they are not in the model."""
-        original(wrapper, *args, **kwargs)
-        with contextlib.suppress(Exception):  # PEFT's names (seen in 0.21)
-            config, model = wrapper.active_peft_config, wrapper.base_model
-            name = next((n for n, v in self._objects.items() if v is model), "")
-            if name and config.is_prompt_learning and not config.inference_mode:
-                self._note_loss(
-                    f"The prompts that PEFT trains for `{name}` are not part of it, so they are "
-                    "lost when the ranks end.",
-                    "Return `peft.get_peft_model_state_dict(...)` of PEFT's model from the "
-                    "function, and load it in the notebook with `peft.set_peft_model_state_dict`.",
-                )
-
-    def _note_loss(self, text: str, remedy: str) -> None:
-        self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
+        self._staged |= {id(tensor): tensor for tensor in named_tensors(stage.submod).values()}
 
     @property
     def has_more(self) -> bool:
@@ -221,14 +202,6 @@ class ResultSender:
         about: dict[str, Any] = {}
         if start is not None:  # the model can be read
             before = start.rename(before, model)
-            if unreadable := state_io.unreadable_states(model, before):
-                places = ", ".join(f"`{f'{name}.{path}'.rstrip('.')}`" for path in unreadable)
-                self._note_loss(
-                    f"The extra state of {places} has values of classes that torch.load does not "
-                    "allow, so it is lost when the ranks end.",
-                    f"Return `{name}.state_dict()` from the function, and load it in the notebook "
-                    f"with `{name}.load_state_dict`.",
-                )
             about = {"adapters": start.new_adapters(model), "remedy": ""}
             with contextlib.suppress(Exception):  # a model of an unknown kind gets no advice
                 if not self._is_in_parts(model) and (change := start.find_change(model)):
@@ -340,9 +313,7 @@ class ResultSender:
         return self._is_sharded(module) or self._is_in_stages(module)
 
     def _is_in_stages(self, module: Any) -> bool:
-        tensors = set(map(id, named_tensors(module).values())) if self._stages else set()
-        parts = (named_tensors(stage.submod).values() for stage in self._stages)
-        return any(id(tensor) in tensors for part in parts for tensor in part)
+        return any(id(tensor) in self._staged for tensor in named_tensors(module).values())
 
     def _flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can gather: the model's wrapper, the model itself, or None."""

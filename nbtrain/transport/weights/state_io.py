@@ -243,37 +243,23 @@ def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     states: dict[str, torch.Tensor] = {}
     for name, part in _parts_with_extra_state(module).items():
-        # A state that cannot be pickled is left out: no file of the user's could have it either.
+        # A state that `torch.save` cannot write, or `torch.load` reads only by running code, is
+        # left out.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that torch's quantization is deprecated
             state: dict[str, Any] = {}
             part._save_to_state_dict(state, "", True)  # by position, as torch does: names differ
             tensors = {*part._parameters, *part._buffers}
             if own := {key: value for key, value in state.items() if key not in tensors}:
-                states[name] = save_to_bytes(own)
+                data = save_to_bytes(own)
+                decode(data)
+                states[name] = data
     return states
 
 
 def contents(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return everything that a file can have of a module."""
     return {**named_tensors(module), **_extra_states(module)}
-
-
-def unreadable_states(module: torch.nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """Return the paths of parts whose extra states changed and can only be read by running code."""
-    return [
-        name.removesuffix(_EXTRA_STATE)
-        for name, state in _extra_states(module).items()
-        if name in before and fingerprint(state) != before[name] and not _is_readable(state)
-    ]
-
-
-def _is_readable(data: torch.Tensor) -> bool:
-    try:
-        decode(data)
-    except Exception:  # it has values of a class that torch does not know
-        return False
-    return True
 
 
 def module_changes(
@@ -290,10 +276,9 @@ def module_changes(
     Raises `NbtrainError` for a changed tensor that no file can have.
     """
     states = _extra_states(module)
-    unreadable = {name for name, state in states.items() if not _is_readable(state)}
-    tensors = {n: t for n, t in {**tensors, **states}.items() if n not in unreadable}
+    tensors = {**tensors, **states}
     changed, same = _split_by_change(tensors, before)
-    if not changed and same.keys() == before.keys() - unreadable:
+    if not changed and same.keys() == before.keys():
         return None
     for name, tensor in changed.items():
         if not can_be_saved(tensor):
