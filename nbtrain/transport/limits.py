@@ -18,7 +18,7 @@ MAX_EXCEPTION_CHARS = 1 << 16
 """What is copied of an exception: its causes (as many of a group's members), and the characters of
 its message (or of one note)."""
 
-RESCUE_MAX_BYTES = 512 << 20
+RESCUE_MAX_BYTES = 1 << 30
 """What is done unasked, is done with data up to this size: saving weights after a failure or an
 interrupt, when there is little time; copying an optimizer back without `--out`, as most serve one
 run only; and unpickling a result in the rank, to find out whether the notebook can."""

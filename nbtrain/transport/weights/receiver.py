@@ -382,7 +382,7 @@ def _select_weights(
             f"this run saved {what}{rest}. A run saves the models that its function or cell "
             "refers to and that changed, unless it has sync=False (--no-sync). Return the "
             "state_dict() of a model that the function itself makes. After an interrupt or a "
-            f"failure, a model is saved only if it is smaller than {RESCUE_MAX_BYTES >> 20} MiB, "
+            f"failure, a model is saved only if it is smaller than {RESCUE_MAX_BYTES >> 30} GiB, "
             "and none is saved if rank 0 was stopped because another rank failed"
         )
     if target is None and not any(n in known for n in wanted):
