@@ -226,8 +226,9 @@ def test_a_variable_that_cannot_go_stops_the_launch_before_it(notebook: Notebook
 
 def test_a_module_goes_by_its_name_whatever_its_class(notebook: Notebook, tmp_path: Path) -> None:
     (tmp_path / "own_settings.py").write_text(
-        "import sys, threading\nclass Settings:\n    lock, rate = threading.Lock(), 0.5\n"
-        "sys.modules[__name__] = Settings()\n"
+        "import sys, threading, types\nclass Settings(types.ModuleType):\n"
+        "    lock, rate = threading.Lock(), 0.5\n"
+        "sys.modules[__name__] = Settings(__name__)\n"
     )
     notebook.run(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
