@@ -68,7 +68,7 @@ def _load(order: dict[str, Any]) -> tuple[Plan, frozenset[type]]:
     try:
         return payload.unpack(order["parcel"])
     except Exception as error:  # the import of a user's module may raise anything
-        place = f"while loading {payload.loading()} in a fresh process"
+        place = "while loading the notebook's values in a fresh process"
         return failing_plan(error, place), frozenset()
     finally:
         for descriptor in order["descriptors"]:

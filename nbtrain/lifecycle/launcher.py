@@ -24,7 +24,6 @@ from ..findings import Finding
 from ..hangs import stacks
 from ..planning import accelerate_config as config_file
 from ..planning import task_values
-from ..planning.limits import HANG_AFTER_S
 from ..planning.option_parser import (
     check_rank_argument,
     explain_shared_name,
@@ -123,7 +122,7 @@ def launch(
     detach: bool = False,
     view: str = "auto",
     telemetry: str | Iterable[str] = SOURCES,
-    hang_after: float | None = HANG_AFTER_S,
+    hang_after: float | None = 300.0,
     on_hang: str = "deadlock",
     track: str | Iterable[str] = (),
     notify: str | Iterable[str] = (),

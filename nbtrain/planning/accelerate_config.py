@@ -26,9 +26,6 @@ _SET_BY_NBTRAIN = ("MASTER_", "OMP_NUM_THREADS", "KMP_", "PYTHONPATH", "ACCELERA
 
 _YES = ("1", "true", "yes", "on", "y", "t")
 
-_POD_KEYS = ("tpu_name", "tpu_zone", "tpu_use_sudo", "commands", "command_file")
-"""Keys about the hosts of a TPU pod. On a single host they have no effect."""
-
 _UNSUPPORTED = {
     "num_machines": "several machines are not supported yet",
     "tpu_use_cluster": "TPU pods are not supported",
@@ -47,8 +44,6 @@ class Config:
     env: dict[str, str]
     on_tpu: bool = False
     downcast_bf16: bool = False
-    unused: tuple[str, ...] = ()
-    """The keys of the file that have no effect here."""
 
 
 def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -84,11 +79,6 @@ def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
     if plan.engine not in ("auto", "tpu", *tpu.ENGINES):
         ignored = f"Engine: nbtrain uses {plan.engine}, as you asked, instead of the TPU of {name}."
         return filled, [*findings, Finding("config-ignored", ignored)]
-    if config.unused:
-        keys = ", ".join(config.unused)
-        findings.append(
-            Finding("config-ignored", f"{name}: nbtrain ignores what is for TPU pods only: {keys}.")
-        )
     downcast = plan.downcast_bf16 or (config.downcast_bf16 and precision == "bf16")
     engine = "tpu" if plan.engine == "auto" else plan.engine
     return replace(filled, engine=engine, downcast_bf16=downcast), findings
@@ -156,7 +146,6 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
         env,
         on_tpu,
         downcast_bf16=on_tpu and str(settings.downcast_bf16).lower() in _YES,
-        unused=tuple(key for key in _POD_KEYS if on_tpu and getattr(settings, key, None)),
     )
 
 

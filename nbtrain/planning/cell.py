@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..system.text import shorten
-from .option_parser import call_with_rank, rank_call
+from .option_parser import call_with_rank
 from .plan import Cell, Parameter, Task
 from .secrets import mask_source
 from .source_names import bound_names
@@ -57,9 +57,7 @@ def check_parameters(cell: Cell) -> None:
     described = ", ".join(name_with_lookalikes(name, known) for name in missing)
     remedy = "Define it in a cell, or give the parameter a default."
     needed = [p.name for p in cell.parameters if p.default is None]
-    if call := rank_call(str(cell.function), needed):
-        remedy = f"Its first parameter is the rank: add `{call}` as the last line of the cell."
-    elif missing == needed[:1]:
+    if missing[0] == needed[0] and {*missing[1:]} <= {"world_size"}:
         call = call_with_rank(str(cell.function), needed)
         remedy += f" If it is the rank, as for mp.spawn, add `{call}` as the last line of the cell."
     raise PlanError(

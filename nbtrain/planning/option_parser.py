@@ -74,19 +74,6 @@ _BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY, IDLE_TIM
 _CELL_FIELDS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
 
 
-_OTHER_RANK_COUNT_FLAGS = (
-    "nprocpernode",
-    "nprocs",
-    "nproc",
-    "numgpus",
-    "gpus",
-    "ngpus",
-    "worldsize",
-    "devices",
-)
-"""The flags of other launchers for the number of ranks, without hyphens."""
-
-
 def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of `Plan` from the arguments of a launch that have the names of options.
 
@@ -233,63 +220,42 @@ def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given
     Such functions take their rank first, by any name. A decorator may supply arguments, so only
     its own signature counts.
     """
-    parameters = _parameters(function, follow_wrapped=False)
-    try:
-        inspect.signature(function, follow_wrapped=False).bind(*args, **given)
+    parameters = _parameters(function, follow_wrapped=False).values()
+    if not parameters or _fits_call(function, args, given):
         return
-    except ValueError:  # written in C
-        return
-    except TypeError:
-        call = Call(function, tuple(args), given)
-    needed = [p for p in parameters.values() if p.default is p.empty]
-    names = [p.name for p in needed if p.kind in _POSITIONAL]
-    if rank_call(call.name, names):
-        raise PlanError(
-            f"{call.name}() takes its rank first, as for mp.spawn. {_rank_remedy(call, names)}"
-        )
+    call = Call(function, tuple(args), given)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in _POSITIONAL]
     inner: Any = getattr(function, "__func__", function)
     is_plain = type(inner) is FunctionType and not (
         hasattr(inner, "__wrapped__") or hasattr(inner, "__signature__")
     )
-    if names and is_plain and _fits_behind_rank(call):
-        remedy = _rank_remedy(call, names)
-        raise PlanError(
-            f"{call.name}() lacks one argument. If its first one, `{names[0]}`, is the rank, "
-            f"as for mp.spawn, {remedy[0].lower()}{remedy[1:]}"
-        )
-
-
-def _fits_behind_rank(call: Call) -> bool:
-    try:
-        inspect.signature(call.function, follow_wrapped=False).bind(0, *call.args, **call.kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _rank_remedy(call: Call, parameters: Sequence[str]) -> str:
-    """Return what to pass instead of a function that takes its rank: a line that runs as it is."""
+    lacks_one = _fits_call(function, (0, *args), given)
+    if not needed or not (needed[0] in _RANK or (is_plain and lacks_one)):
+        return
+    problem = f"{call.name}() takes its rank first, as for mp.spawn."
+    if needed[0] not in _RANK:
+        problem = f"{call.name}() lacks one argument: `{needed[0]}` is the rank, as for mp.spawn?"
+    remedy = f"Remove its parameter `{needed[0]}`, and call `nbtrain.rank()` in it instead."
     name = expression_of(call)
-    if not name:
-        return f"Remove its parameter `{parameters[0]}`, and call `nbtrain.rank()` in it instead."
-    if (call.args or call.kwargs) and _fits_behind_rank(call):
-        given = (("*args", call.args), ("**kwargs", call.kwargs))
-        rest = ", ".join(star for star, values in given if values)
-        return f"Pass `lambda {rest}: {name}(nbtrain.rank(), {rest})` instead."
-    return f"Pass `lambda: {call_with_rank(name, parameters)}` instead."
-
-
-def rank_call(name: str, parameters: Sequence[str]) -> str:
-    """Return how every rank calls a function whose first parameter is its rank; '' for others."""
-    is_rank_first = bool(parameters) and parameters[0] in _RANK
-    return call_with_rank(name, parameters) if is_rank_first else ""
+    if name and lacks_one:
+        remedy = f"Pass `lambda *args, **kw: {name}(nbtrain.rank(), *args, **kw)` instead."
+    elif name and needed[1:] == ["world_size"]:
+        remedy = f"Pass `lambda: {call_with_rank(name, needed)}` instead."
+    raise PlanError(f"{problem} {remedy}")
 
 
 def call_with_rank(name: str, parameters: Sequence[str]) -> str:
     """Return how every rank calls a function, with its rank as the first argument."""
-    known = {"world_size": "nbtrain.world_size()", "nprocs": "nbtrain.world_size()"}
-    rest = [known.get(parameter, parameter) for parameter in parameters[1:]]
-    return f"{name}({', '.join(['nbtrain.rank()', *rest])})"
+    known = {parameters[0]: "nbtrain.rank()", "world_size": "nbtrain.world_size()"}
+    return f"{name}({', '.join(known.get(parameter, parameter) for parameter in parameters)})"
+
+
+def _fits_call(function: Callable[..., Any], args: Sequence[Any], given: Any) -> bool:
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*args, **given)
+    except TypeError:
+        return False
+    return True
 
 
 def _reader(option: Option) -> Callable[[str], Any]:
@@ -312,7 +278,7 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if unknown := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            counts_ranks = re.sub(r"[-_]", "", unknown[1]) in _OTHER_RANK_COUNT_FLAGS
+            counts_ranks = re.search(r"nproc|gpus|world.size|devices", unknown[1])
             guess = "--num-processes" if counts_ranks else unknown[1]
             message += did_you_mean(guess, flags)
         raise PlanError(f"{self.prog}: {message}{self.hint}")

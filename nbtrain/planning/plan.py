@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 from ..errors import PlanError
 from . import option_types as options
-from .limits import HANG_AFTER_S
 from .option_types import option
 from .world import Rendezvous
 
@@ -226,7 +225,7 @@ class Plan:
         "--hang-after",
         "report a hang: after this many seconds without progress (300), show which rank is "
         "stuck, where, and which ranks wait for it",
-        HANG_AFTER_S,
+        300.0,
         **options.SECONDS,
         metavar="SECONDS|off",
         none="off",

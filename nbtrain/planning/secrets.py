@@ -21,8 +21,6 @@ import tokenize
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .limits import MAX_WORD_CHARS
-
 _CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 _SECRET_NAME = re.compile(
@@ -35,7 +33,7 @@ _SECRET_NAME = re.compile(
 _TOKEN_NAME = re.compile(
     r"token(_?\d+)?$|(api|access|private|signing|client)_?keys?(_id)?(_?\d+)?$"
 )
-"""The names of texts that are secret if they are longer than `MAX_WORD_CHARS`."""
+"""The names of texts that are secret if they are no path, sentence or special token."""
 
 _KEY_NAME = re.compile(r"(^|_)\w*(key(_id)?|(?<![^_])pat)(_?\d+)?$")
 """The names of texts that are secret if they look random. A ``pat`` may be a pattern."""
@@ -97,7 +95,7 @@ def is_secret(name: str, value: object) -> bool:
     if _TOKENIZER_NAME.search(plain) or re.search(r"\s|/|\.\w{2,5}$", text):
         return False
     if _TOKEN_NAME.search(plain):
-        return len(text) > MAX_WORD_CHARS and not re.fullmatch(r"<.*>|\[.*\]", text)
+        return not re.fullmatch(r"<.*>|\[.*\]", text)
     words = re.search(r"[A-Za-z]{4,}[._-][A-Za-z]{4,}", text)
     return bool(_KEY_NAME.search(plain) and _RANDOM_TEXT.fullmatch(text) and not words)
 

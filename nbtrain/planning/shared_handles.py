@@ -23,12 +23,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 from ..system.lost_threads import notebook_threads
-from .limits import (
-    MAX_CONTAINER_DEPTH,
-    MAX_THREAD_SEARCH_DEPTH,
-    MAX_THREAD_SEARCH_ITEMS,
-    MAX_THREAD_SEARCH_VALUES,
-)
+from .limits import MAX_CONTAINER_DEPTH, MAX_THREAD_SEARCH_VALUES
 from .plan import Task
 from .task_values import (
     PLAIN,
@@ -113,13 +108,13 @@ def _find_thread(
     """
     level: list[Any] = [sys.modules["logging"].root if value is sys.modules["logging"] else value]
     seen: dict[int, Any] = {id(variables): variables}
-    for _ in range(MAX_THREAD_SEARCH_DEPTH):
+    while level:
         for each in level:
             if id(each) in threads:
                 return threads[id(each)]
         seen |= {id(each): each for each in level}
         parts = (part for each in level for part in _parts(each) if id(part) not in seen)
-        level = list(islice(parts, MAX_THREAD_SEARCH_VALUES - len(seen)))
+        level = list(islice(parts, max(0, MAX_THREAD_SEARCH_VALUES - len(seen))))
     return None
 
 
@@ -133,7 +128,7 @@ def _parts(value: Any) -> Iterator[Any]:
         parts = dict.values(value)
     elif issubclass(cls, (list, tuple)):
         parts = list.__iter__(value) if issubclass(cls, list) else tuple.__iter__(value)
-    for part in islice(chain(parts, instance_dict(value).values()), MAX_THREAD_SEARCH_ITEMS):
+    for part in islice(chain(parts, instance_dict(value).values()), MAX_THREAD_SEARCH_VALUES):
         if type(part) not in PLAIN:
             yield part
 

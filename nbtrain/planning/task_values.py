@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from ..system.source_files import is_library
@@ -412,11 +412,6 @@ def contained_values(value: Any) -> dict[str, Any]:
     for key, item in list(islice(instance_dict(value).items(), MAX_CONTAINED_VALUES)):
         if type(key) is str:
             parts[f".{key}"] = item
-    for base in cls.__mro__:
-        for key, slot in vars(base).items() if "__slots__" in vars(base) else ():
-            if type(slot) is MemberDescriptorType:
-                with suppress(AttributeError):  # not assigned yet
-                    parts[f".{key}"] = slot.__get__(value)
     return parts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import functools
@@ -85,15 +84,3 @@ def process_name(pid: int) -> str:
         return f"{psutil.Process(pid).name()}, pid {pid}"
     except psutil.Error:
         return f"pid {pid}"
-
-
-def shared_memory_spans() -> list[tuple[int, int]]:
-    """Return the address ranges of writable shared memory in this process (only on Linux)."""
-    spans = []
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for line in maps:
-            span, access, _ = line.split(maxsplit=2)
-            if access.startswith("rw") and access.endswith("s"):
-                begin, end = span.split("-")
-                spans.append((int(begin, 16), int(end, 16)))
-    return spans

@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..system.files import memory_descriptor
-from .limits import (
-    CHUNK_BYTES,
-    CONNECT_TIMEOUT_S,
-    CONNECTION_LOST_AFTER_S,
-    HANDSHAKE_TIMEOUT_S,
-    MAX_HANDSHAKE_BYTES,
-    MAX_MESSAGE_BYTES,
-)
+from .limits import CHUNK_BYTES, CONNECT_TIMEOUT_S, CONNECTION_LOST_AFTER_S
 
 Address = str | tuple[str, int]
 """The address of a `Listener`: a path, or a host and a port."""
@@ -74,13 +67,12 @@ class Channel:
         """Return the next message, and the descriptor that came with it. The caller closes that.
 
         Raises `EOFError` if the other end is closed or sends no valid message, or if the first
-        message takes longer than `HANDSHAKE_TIMEOUT_S`.
+        message takes longer than `CONNECT_TIMEOUT_S`.
         """
-        self._deadline = None if self._is_known else time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self._deadline = None if self._is_known else time.monotonic() + CONNECT_TIMEOUT_S
         head, descriptors = self._receive(_HEAD.size, with_data=self.passes_files)
         size, data_size = _HEAD.unpack(head)
-        longest = MAX_MESSAGE_BYTES if self._is_known else MAX_HANDSHAKE_BYTES
-        if size > longest or (data_size and not self._is_known):
+        if not self._is_known and (data_size or size > CHUNK_BYTES):
             raise EOFError(f"a message of {size + data_size} bytes")
         message = json.loads(self._receive(size)[0])
         if data_size:
@@ -144,7 +136,7 @@ class Listener:
             connection, _ = self._socket.accept()
         except TimeoutError:
             return None
-        connection.settimeout(HANDSHAKE_TIMEOUT_S)
+        connection.settimeout(CONNECT_TIMEOUT_S)
         if connection.family != socket.AF_UNIX:
             _set_tcp_options(connection, {**_KEEPALIVE, **_UNSENT_TIMEOUT})
         return Channel(connection)

@@ -20,12 +20,7 @@ from typing import Any, cast
 from ..errors import RankError
 from ..system import source_files
 from . import result_pickler
-from .limits import (
-    MAX_EXCEPTION_BYTES,
-    MAX_EXCEPTION_CHAIN,
-    MAX_EXCEPTION_CHARS,
-    MAX_GROUP_MEMBERS,
-)
+from .limits import CHUNK_BYTES, MAX_EXCEPTION_CHAIN, MAX_EXCEPTION_CHARS
 
 RANK_FRAME_MARK = "__nbtrain_rank_frame__"
 """A global that marks the stand-in frames for `rank_frames`."""
@@ -126,7 +121,10 @@ def capture(
 def _members(error: BaseException) -> tuple[BaseException, ...]:
     """Return the exceptions of a group, as an `asyncio.TaskGroup` raises; else ()."""
     group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
-    return cast(Any, error).exceptions[:MAX_GROUP_MEMBERS] if issubclass(type(error), group) else ()
+    if not issubclass(type(error), group):
+        return ()
+    members: tuple[BaseException, ...] = cast(Any, error).exceptions
+    return members[:MAX_EXCEPTION_CHAIN]
 
 
 def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
@@ -182,7 +180,7 @@ def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> b
     """Pickle a form of an exception; None if the same exception cannot be rebuilt from it here."""
     try:
         text = _strip_addresses(error)  # an exception without a text is shown by a stand-in
-        data = result_pickler.dumps(form, shared, limit=MAX_EXCEPTION_BYTES)
+        data = result_pickler.dumps(form, shared, limit=CHUNK_BYTES)
         copy = _rebuild(result_pickler.loads(data))
         is_same = isinstance(copy, BaseException) and _strip_addresses(copy) == text
     except Exception:  # a user's exception may refuse pickling in any way
@@ -192,7 +190,7 @@ def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> b
 
 def _is_portable(value: Any, shared: frozenset[type]) -> bool:
     try:
-        result_pickler.loads(result_pickler.dumps(value, shared, limit=MAX_EXCEPTION_BYTES))
+        result_pickler.loads(result_pickler.dumps(value, shared, limit=CHUNK_BYTES))
     except Exception:  # from its reducer
         return False
     return True

@@ -11,17 +11,17 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .limits import CHUNK_BYTES, COPY_BATCH_BYTES
+from .limits import CHUNK_BYTES
 
 
 def read_appended(folder: Path, have: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
     """Return the bytes of a folder's files that the other side does not have, by name.
 
-    Each part comes with its offset. The files share one batch evenly, so that a file that keeps
+    Each part comes with its offset. The files share `CHUNK_BYTES` evenly, so that a file that keeps
     growing does not hold up the others. A missing file has no part.
     """
     grown = [name for name, offset in have.items() if file_size(folder, name) > offset]
-    share = min(CHUNK_BYTES, COPY_BATCH_BYTES // max(1, len(grown)))
+    share = CHUNK_BYTES // max(1, len(grown))
     parts: dict[str, tuple[int, bytes]] = {}
     for name in grown:
         with contextlib.suppress(OSError), (folder / name).open("rb") as file:

@@ -1,45 +1,24 @@
 """Limits of what travels between processes: sizes and times, and what each was measured on."""
 
-HANDSHAKE_TIMEOUT_S = 5.0
-"""How long a new connection may take to send its first message."""
-
-CONNECT_TIMEOUT_S = 20.0
-"""How long a rank on another host may take to reach the notebook."""
+CONNECT_TIMEOUT_S = 10.0
+"""How long a rank on another host may take to reach the notebook, and then to introduce itself. TCP
+repeats a lost request after 1, 3 and 7 s."""
 
 CONNECTION_LOST_AFTER_S = 90
 """A host that answers nothing for so long is lost. Ray gives a node up after 60 s, and a link that
 is cut for half a minute recovers. A kernel that is suspended, or busy in C, also reads nothing."""
 
-MAX_MESSAGE_BYTES = 16 << 20
-MAX_HANDSHAKE_BYTES = 1 << 16
-"""The longest message without its data, and the longest from a sender that is not trusted yet."""
+CHUNK_BYTES = 8 << 20
+"""How much is read at once of a message's data, and how much of all growing files is copied to
+another host at once. Nothing larger is read of a sender that is not trusted yet, or sent of an
+exception's instance or one of its attributes."""
 
-CHUNK_BYTES = 1 << 20
-COPY_BATCH_BYTES = 8 << 20
-"""How much is read at once of a message's data or of one growing file, and how much of all growing
-files is copied to another host at once."""
-
-MAX_EXCEPTION_BYTES = 16 << 20
-MAX_EXCEPTION_CHARS = 1 << 16
 MAX_EXCEPTION_CHAIN = 20
-MAX_GROUP_MEMBERS = 100
-"""What is copied of an exception: its pickled instance (or one attribute of it), the characters of
-its message (or of one note), its causes, and the first members of a group."""
+MAX_EXCEPTION_CHARS = 1 << 16
+"""What is copied of an exception: its causes (as many of a group's members), and the characters of
+its message (or of one note)."""
 
-VERIFY_MAX_BYTES = 16 << 20
-"""A result up to this size is unpickled once in the rank, to find out whether the notebook can."""
-
-RESCUE_MAX_BYTES = 512 << 20
-"""Weights up to this size are saved after a failure or an interrupt, when there is little time."""
-
-OPTIMIZER_MAX_BYTES = 1 << 30
-"""An optimizer's state up to this size is copied back without `--out`. Most serve one run only."""
-
-FIRST_ELEMENTS_COUNT = 1 << 12
-"""The elements of a tensor that are compared first. Training changes them nearly always, and torch
-compares this few without threads."""
-
-MAP_CHUNK_BYTES = 80 << 20
-"""How much of a file of weights is mapped at a time, as mapped bytes count as the kernel's memory.
-The file is opened again after each chunk, which takes 0.3 ms (safetensors 0.8, 60 tensors). Loading
-1 GB took 7 % longer with 32 MiB. Mapping all at once took 3 % less time and twice the memory."""
+RESCUE_MAX_BYTES = 1 << 30
+"""What is done unasked, is done with data up to this size: saving weights after a failure or an
+interrupt, when there is little time; copying an optimizer back without `--out`, as most serve one
+run only; and unpickling a result in the rank, to find out whether the notebook can."""

@@ -18,26 +18,25 @@ import importlib
 import io
 import linecache
 import os
-import pickle
 import sys
 import tempfile
 import types
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from ..errors import PlanError
 from ..planning.accelerate_objects import is_shared_state, shared_state
-from ..planning.plan import Call, Cell, Plan, Task
+from ..planning.plan import Cell, Plan
 from ..planning.task_values import arguments, owner_name, variables
 from ..system.files import memory_descriptor
 from . import process_state, result_pickler
 from .result_pickler import CodePickler
-from .weights.model_parts import Part, get_part
+from .weights.models import Part, get_part
 
 STATES = "_nbtrain_states"
 """The name under which `pack_values` sends states of values that a process already has."""
@@ -107,13 +106,9 @@ def _pack(
     packing = Packing(plan, there)
     # The last three are filled while what precedes them is pickled.
     collected = packing.classes, packing.sources, packing.grads
-    contents = (settings, [*modules], _separate_values(plan), *collected)
+    contents = (settings, [*modules], plan, *collected)
     packed = PackedPlan()
     try:
-        if settings is None and isinstance(plan.task, Cell) and not plan.task.namespace:
-            with open(packed.path, "wb") as file:  # no tensor: torch's archive costs time
-                _bind(Pickler, packing)(file).dump(contents)
-            return packed
         pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=_bind(Pickler, packing))
         checks = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # they take half of the time
@@ -136,16 +131,11 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
 
     Returns the plan, and the classes of the notebook that came with it.
     """
-    main = _main_namespace()
-    with open(path, "rb") as file:
-        is_archive = file.read(2) == b"PK"
-        file.seek(0)
-        contents: Any = None if is_archive else pickle.load(file)
-    if is_archive:
-        import torch
+    import torch
 
-        contents = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    settings, modules, (plan, values), classes, sources, grads = contents
+    main = _main_namespace()
+    contents: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    settings, modules, plan, classes, sources, grads = contents
     for name in modules:
         with contextlib.suppress(ImportError):  # it was made in the notebook's process
             importlib.import_module(name)
@@ -154,7 +144,10 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     linecache.cache.update(sources)
     for cls in classes:
         main.setdefault(cls.__qualname__, cls)
-    plan = _join_values(plan, {key: value for _, key, value in values}, main)
+    if isinstance(plan.task, Cell):
+        builtins.__dict__.update(plan.task.namespace.pop("__builtins__", {}))
+        main.update(plan.task.namespace)
+        plan = replace(plan, task=replace(plan.task, namespace=main))
     # A class that is sent back by value would be written into the notebook's own (cloudpickle).
     trackers = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     trackers.clear()
@@ -195,59 +188,6 @@ def _used_submodules(cell: Cell) -> list[str]:
             if name in sys.modules:
                 names[name] = None
     return list(names)
-
-
-_loading = "what the cell refers to"
-
-
-def loading() -> str:
-    """Return which variable is being loaded, or was when loading failed."""
-    return _loading
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """Precedes a value in the file. Loading the mark records the name of that value."""
-
-    name: str
-
-    def __reduce__(self) -> Any:
-        return _record_loading, (self.name,)
-
-
-def _record_loading(name: str) -> None:
-    global _loading
-    _loading = name
-
-
-def _separate_values(plan: Plan) -> tuple[Plan, list[tuple[_Mark, Any, Any]]]:
-    """Return the plan without its values, and these, each with a mark and a key.
-
-    The key of a cell's variable or a keyword argument is its name, of a positional argument its
-    index, of the function None.
-    """
-    task = plan.task
-    if isinstance(task, Cell):
-        values: dict[Any, Any] = task.namespace
-        bare: Task = replace(task, namespace={})
-    else:
-        values = {None: task.function, **dict(enumerate(task.args)), **task.kwargs}
-        bare = replace(task, function=len, args=(), kwargs={})
-    labels = {key: f"argument{key}" if type(key) is int else f"`{key}`" for key in values}
-    labels[None] = f"`{task.name if isinstance(task, Call) else ''}`"
-    return replace(plan, task=bare), [(_Mark(labels[key]), key, v) for key, v in values.items()]
-
-
-def _join_values(plan: Plan, values: dict[Any, Any], main: dict[str, Any]) -> Plan:
-    """Return the plan with its values again. Those of a cell are put into `main`."""
-    task = plan.task
-    if isinstance(task, Cell):
-        builtins.__dict__.update(values.pop("__builtins__", {}))
-        main.update(values)
-        return replace(plan, task=replace(task, namespace=main))
-    function = values.pop(None)
-    args = tuple(values.pop(index) for index in [key for key in values if type(key) is int])
-    return replace(plan, task=replace(task, function=function, args=args, kwargs=values))
 
 
 def _explain_failure(plan: Plan, packing: Packing, error: Exception) -> str:
@@ -391,7 +331,7 @@ def _reduce(obj: Any, packing: Packing) -> Any:
     if isinstance(obj, torch.Tensor):
         if obj.is_leaf and obj.grad is not None:
             packing.grads.append((obj, obj.grad))
-        return _reduce_tensor(obj, torch)
+        return None
     if numpy is not None and type(obj) is numpy.ndarray and obj.nbytes >= 1 << 16:
         # As a tensor on the same memory, it is mapped, not copied.
         with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError):  # odd dtypes
@@ -403,29 +343,6 @@ def _reduce(obj: Any, packing: Packing) -> Any:
     if isinstance(obj, typing.NewType) and obj.__module__ == "__main__":
         return typing.NewType, (obj.__name__, obj.__supertype__)
     return None
-
-
-def _reduce_tensor(tensor: Any, torch: Any) -> Any:
-    """Rebuild an ordinary tensor from plain bytes: torch refuses one memory as two dtypes."""
-    ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    if not ordinary or tensor.device.type != "cpu" or not tensor.is_leaf:
-        return None
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
-        return None
-    if vars(tensor) or tensor._backward_hooks:
-        return None
-    place = tensor.dtype, tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
-    return _make_tensor, (tensor.untyped_storage(), *place, tensor.requires_grad)
-
-
-def _make_tensor(
-    storage: Any, dtype: Any, offset: int, size: Any, stride: Any, requires_grad: bool
-) -> Any:
-    import torch
-
-    data = getattr(storage, "_untyped_storage", storage)
-    tensor = torch.empty(0, dtype=dtype).set_(data, offset, size, stride)
-    return tensor.requires_grad_(requires_grad)
 
 
 def _make_array(tensor: Any, writeable: bool) -> Any:

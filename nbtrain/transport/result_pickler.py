@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
-import importlib.machinery
 import inspect
 import io
 import pickle
@@ -26,7 +24,7 @@ import cloudpickle
 from ..errors import ResultNotPicklable
 from ..planning.task_values import is_class, module_of
 from ..system.text import format_bytes
-from .limits import VERIFY_MAX_BYTES
+from .limits import RESCUE_MAX_BYTES
 
 COMPILED = "_torchdynamo_orig_callable"
 """What torch.compile sets on a function that it makes (torch 2.4 to 2.13); private."""
@@ -70,15 +68,11 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
         except SystemExit as error:  # from a user's __reduce__: it must not end this process
             raise pickle.PicklingError(f"it calls sys.exit({error.code!r})") from error
 
-    @functools.cached_property
-    def _odd_modules(self) -> dict[int, str]:
-        """Map the ids of modules that are objects of another class, which cloudpickle rejects."""
-        usual = (types.ModuleType, type(None))  # None blocks an import
-        loaded = [*sys.modules.items()]
-        return {id(m): n for n, m in loaded if type(m) not in usual and _is_importable(n)}
-
     def reducer_override(self, obj: Any) -> Any:
-        if name := self._odd_modules.get(id(obj)):
+        # A module of another class, such as `torch.backends.cudnn`, which cloudpickle rejects.
+        is_module = issubclass(type(obj), types.ModuleType)
+        name = obj.__name__ if is_module and type(obj) is not types.ModuleType else None
+        if name is not None and sys.modules.get(name) is obj:  # cloudpickle rejects it
             return importlib.import_module, (name,)
         if type(obj) is types.CodeType:
             make, arguments = self.dispatch_table[types.CodeType](obj)
@@ -88,19 +82,6 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if reduced is not NotImplemented:
                 return reduced
         return super().reducer_override(obj)
-
-
-def _is_importable(name: str) -> bool:
-    """Whether a module can be imported again: the notebook may put any object in `sys.modules`."""
-    top = name.partition(".")[0]
-    module = sys.modules.get(top)
-    is_module = issubclass(type(module), types.ModuleType)  # other objects may compute attributes
-    if is_module and type(vars(module).get("__spec__")) is importlib.machinery.ModuleSpec:
-        return True
-    try:
-        return importlib.machinery.PathFinder.find_spec(top) is not None
-    except Exception:  # an object under this name with an invalid specification
-        return False
 
 
 class ResultPickler(CodePickler):
@@ -270,7 +251,7 @@ def reading_trouble(data: bytes) -> str:
     Without this, the run would succeed and the user would meet the error when using the result.
     """
     try:
-        if len(data) <= VERIFY_MAX_BYTES:
+        if len(data) <= RESCUE_MAX_BYTES:
             loads(data)
     except Exception as error:  # from the classes of its parts
         return _describe(error)

@@ -303,9 +303,7 @@ def test_a_cell_whose_function_takes_its_rank_is_refused_with_its_last_line(
     cell = "def work(rank, world_size, epochs=2):\n    return rank, world_size"
     out = notebook.run(f"%%distributed\n{cell}")
     last = "work(nbtrain.rank(), nbtrain.world_size())"
-    assert (
-        f"Its first parameter is the rank: add `{last}` as the last line of the cell." in out.evalue
-    )
+    assert f"If it is the rank, as for mp.spawn, add `{last}` as the last line" in out.evalue
     notebook.run(f"%%distributed -n 2\n{cell}\n{last}")
     assert notebook.value("nbtrain.last_run().results") == [(0, 2), (1, 2)]
 

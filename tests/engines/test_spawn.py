@@ -226,8 +226,9 @@ def test_a_variable_that_cannot_go_stops_the_launch_before_it(notebook: Notebook
 
 def test_a_module_goes_by_its_name_whatever_its_class(notebook: Notebook, tmp_path: Path) -> None:
     (tmp_path / "own_settings.py").write_text(
-        "import sys, threading\nclass Settings:\n    lock, rate = threading.Lock(), 0.5\n"
-        "sys.modules[__name__] = Settings()\n"
+        "import sys, threading, types\nclass Settings(types.ModuleType):\n"
+        "    lock, rate = threading.Lock(), 0.5\n"
+        "sys.modules[__name__] = Settings(__name__)\n"
     )
     notebook.run(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -500,7 +501,7 @@ def test_what_would_arrive_as_something_else_is_refused(notebook: Notebook) -> N
         assert said in out.traceback
 
 
-def test_a_variable_that_fails_to_load_is_named_without_a_library_s_frames(
+def test_a_variable_that_fails_to_load_is_told_without_a_library_s_frames(
     notebook: Notebook,
 ) -> None:
     notebook.run(
@@ -509,7 +510,7 @@ def test_a_variable_that_fails_to_load_is_named_without_a_library_s_frames(
     )
     out = notebook.run("%%distributed -n 1 -e spawn\nfine, history")
     assert out.ename == "TypeError"
-    assert "while loading `history` in a fresh process" in out.traceback
+    assert "while loading the notebook's values in a fresh process" in out.traceback
     assert "serialization.py" not in out.traceback
 
 

@@ -46,11 +46,6 @@ class Experiment:
     def __call__(self):
         return self.run()
 
-class Slotted:
-    __slots__ = ("model", "other")
-    def run(self):
-        return self.model
-
 class Holder:
     model = build()
     def run(self):
@@ -59,8 +54,6 @@ class Holder:
 net, first, second = build(), build(), build()
 frozen = build()
 exp = Experiment(model=net, nets={"g": first}, again=net)
-slotted = Slotted()
-slotted.model = net
 config = {"net": net, 3: first, ("a", 1): second}
 models = [net, {"inner": first}]
 spare = build()
@@ -121,7 +114,6 @@ CALLS = {
         {"self.model": "net"},
     ),
     "object that is called": ("Call(exp)", OF_EXPERIMENT),
-    "slots": ("Call(slotted.run)", {"slotted.model": "net"}),
     "closure": ("Call(closed)", {"model": "net"}),
     "default": ("Call(fit_default)", {"model": "net"}),
     "decorated": ("Call(fit_logged, (net,))", {"model": "net"}),

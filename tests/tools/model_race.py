@@ -39,7 +39,7 @@ TRAINER = """
 import json, os, random, sys, warnings, torch
 import nbtrain
 from nbtrain.tracking import limits, pruning
-from nbtrain.transport.weights.weight_file import WeightReader
+from nbtrain.transport.weights.state_io import WeightReader
 pruning.prune.__defaults__ = (1, *pruning.prune.__defaults__[1:])
 limits.MAX_RUNS_WITH_WEIGHTS = 1
 

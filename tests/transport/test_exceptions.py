@@ -21,7 +21,7 @@ from nbtrain.errors import RankError
 from nbtrain.hangs.failures import Failure, describe_returncode, find_cause, to_exception
 from nbtrain.system import source_files
 from nbtrain.transport import exceptions, result_pickler
-from nbtrain.transport.limits import MAX_EXCEPTION_BYTES
+from nbtrain.transport.limits import CHUNK_BYTES
 
 
 def raised(function: object) -> BaseException:
@@ -248,7 +248,7 @@ class Locked(Exception):
 class Large(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.batch, self.step = bytearray(MAX_EXCEPTION_BYTES + 1), 3
+        self.batch, self.step = bytearray(CHUNK_BYTES + 1), 3
 
 
 @pytest.mark.parametrize("kind", [Locked, Large])

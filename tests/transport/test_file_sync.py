@@ -12,7 +12,7 @@ import pytest
 
 from nbtrain.transport import file_sync
 from nbtrain.transport.file_sync import FileCopies, read_appended
-from nbtrain.transport.limits import CHUNK_BYTES, COPY_BATCH_BYTES
+from nbtrain.transport.limits import CHUNK_BYTES
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_batch_is_limited_and_each_file_has_its_share(there: Path, here: Path)
         write(there / name, bytes(2 * CHUNK_BYTES))
     parts_read = read_appended(there, dict.fromkeys(names, 0))
     assert sorted(parts_read) == sorted(names)
-    assert sum(len(data) for _, data in parts_read.values()) <= COPY_BATCH_BYTES
+    assert sum(len(data) for _, data in parts_read.values()) <= CHUNK_BYTES
     assert len({len(data) for _, data in parts_read.values()}) == 1
     assert len(read_appended(there, {"log-0": 0})["log-0"][1]) == CHUNK_BYTES
     copy, batches = FileCopies(here, ["log-0"]), 0

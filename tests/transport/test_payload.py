@@ -16,7 +16,7 @@ from torch import nn
 
 from nbtrain.errors import PlanError
 from nbtrain.planning import cell
-from nbtrain.planning.plan import Call, Cell, Plan
+from nbtrain.planning.plan import Call, Plan
 from nbtrain.transport import payload
 
 
@@ -175,14 +175,3 @@ def test_a_plan_that_cannot_go_leaves_nothing_open() -> None:
         "assert [attempt(v) for v in ([1], threading.Lock(), [1])] == [first] * 3\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def test_a_cell_without_values_goes_as_a_plain_pickle() -> None:
-    packed = payload.pack(Plan(Cell("1 + 1", "<cell>", {}), "t"), is_fresh=False)
-    try:
-        with open(packed.path, "rb") as file:
-            assert file.read(2) != b"PK"
-        plan, classes = payload.unpack(packed.path, restores=False)
-        assert (plan.task.source, classes) == ("1 + 1", frozenset())
-    finally:
-        packed.close()

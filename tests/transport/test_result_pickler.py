@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import tracemalloc
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from nbtrain.errors import ResultNotPicklable
 from nbtrain.transport import result_pickler
-from tests.support.runs import launch
 
 
 def test_models_tensors_and_closures_survive() -> None:
@@ -167,15 +165,6 @@ def test_a_large_tensor_is_in_memory_once_beside_its_pickle() -> None:
     assert max(written, read) < 1.3 * value.nbytes
 
 
-class Settings:
-    """Stands among the modules, as some packages put an object there, and answers to any name."""
-
-    def __getattr__(self, name: str) -> object:
-        return {"rate": 0.1}[name]
-
-
-def test_an_object_among_the_modules_is_not_asked_for_what_modules_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "own_settings", Settings())  # type: ignore[arg-type]
-    assert launch(lambda: torch.ones(2)).value.tolist() == [1.0, 1.0]
+def test_a_module_of_another_class_is_imported_again() -> None:
+    cudnn = torch.backends.cudnn
+    assert result_pickler.loads(result_pickler.dumps(lambda: cudnn))() is cudnn

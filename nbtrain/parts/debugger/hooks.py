@@ -50,7 +50,7 @@ class DebuggerRank(RankSide):
             )
 
     def handle_failure(self, job: Job, error: BaseException) -> None:
-        """Open the debugger at an exception with ``--debug``; in a live rank, keep the exception."""
+        """Open the debugger at an exception with ``--debug``; live ranks keep the exception."""
         global _failed
         if _active is not None and job.plan.debug and not isinstance(error, KeyboardInterrupt):
             _active.look_into(error)

@@ -25,7 +25,7 @@ from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from ...tracking.run_folder import RunFolder
 from ...transport.weights.receiver import model_kinds
-from ...transport.weights.weight_file import stamp
+from ...transport.weights.state_io import stamp
 
 
 class KerasModels:

@@ -18,7 +18,7 @@ from ...tracking.run_folder import RunFolder
 from ...tracking.state import IDLE
 from ...transport import payload
 from ...transport.job import Job
-from ...transport.weights.model_parts import Part
+from ...transport.weights.models import Part
 
 Message = dict[str, Any]
 

@@ -38,7 +38,7 @@ from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, Listener
-from ...transport.weights.model_parts import Part
+from ...transport.weights.models import Part
 from ...ui.displays import prompt
 from .engine import LiveEngine, Message
 from .reloaded_modules import ReloadedModules

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
-from ...transport.weights.model_parts import (
+from ...transport.weights.models import (
     find_parts,
     is_sharded,
     named_tensors,

@@ -26,7 +26,7 @@ from ...system import instrumentation
 from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
 from ...transport.channel import Address, Channel, connect
-from ...transport.weights.model_parts import find_parts
+from ...transport.weights.models import find_parts
 from ...worker import api, checkpoints, hooks, main, stopping
 from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import failing_plan, run_task
@@ -186,7 +186,7 @@ class LiveRank:
                 plan, classes = self._plan(message, data)
             # The user's classes may raise anything while they are unpickled.
             except Exception as error:
-                place = f"while loading {payload.loading()} in a live rank"
+                place = "while loading the notebook's values in a live rank"
                 plan, classes = failing_plan(error, place), frozenset()
             of_process = main.job_of_process
             assert of_process is not None

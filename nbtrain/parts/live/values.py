@@ -14,7 +14,7 @@ from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
 from ...transport import result_pickler
 from ...transport.channel import fill_memory_file
-from ...transport.weights.model_parts import Part, find_parts, is_sharded, unwrap
+from ...transport.weights.models import Part, find_parts, is_sharded, unwrap
 from ...transport.weights.tensors import fingerprints
 from .model_state import select_stateful, shapes
 

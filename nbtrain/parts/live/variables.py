@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ...errors import NbtrainError, PlanError
 from ...planning.task_values import is_model
 from ...transport import payload, result_pickler
-from ...transport.weights.model_parts import Part, find_parts, get_part
+from ...transport.weights.models import Part, find_parts, get_part
 from .engine import Message
 from .model_state import classes, dump_state, layout, load_state, select_stateful, shapes
 from .snapshot import Snapshot

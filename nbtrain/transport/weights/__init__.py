@@ -1,4 +1,4 @@
 """How trained models, optimizers and schedulers come back: `sender` in a rank, `receiver` here.
 
-Between them is a safetensors file (`weight_file`) of what changed; `state_io` fills and loads it.
+Between them is a safetensors file of what changed, which `state_io` writes and loads.
 """

@@ -15,7 +15,7 @@ from ...errors import NbtrainError
 from ...findings import Finding
 from ...planning.option_types import OF_ALL
 from ...planning.plan import Plan
-from ...planning.task_values import is_model, is_optimizer, is_scheduler, namespace, synced_objects
+from ...planning.task_values import is_model, is_scheduler, namespace, synced_objects
 from ...system.files import read_regular
 from ...tracking import clock
 from ...tracking import events as ev
@@ -25,9 +25,9 @@ from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from .. import result_pickler
 from ..limits import RESCUE_MAX_BYTES
-from . import model_parts, state_io
-from .model_parts import named_tensors, unwrap
-from .weight_file import WeightReader
+from . import state_io
+from .models import get_part, named_tensors, stepped_parameters, unwrap
+from .state_io import WeightReader
 
 
 class ModelKind(Protocol):
@@ -123,7 +123,6 @@ class ResultReceiver:
                     self._load_other(folder, name)
                 except Exception as error:  # the library's, if the weights do not fit
                     troubles[name] = Finding("", _describe_error(error))
-        troubles |= self._launch.find_replaced(self.objects(), self._namespace, troubles)
         try:
             values, lost = _unpickle_values(folder, self)
         except Exception as error:  # a file that is gone or damaged
@@ -182,11 +181,11 @@ class ResultReceiver:
                         ready[name] = load_weights
                 except NbtrainError as error:
                     troubles[name] = Finding("", str(error))
-            _add_sharers(ready, objects, troubles)
             for name in [each for each in objects if each in ready.keys() - troubles.keys()]:
                 try:
                     if held := _find_blocking_object(objects[name], objects, troubles):
-                        raise NbtrainError(f"it belongs to `{held}`, which was not updated")
+                        how = "shares tensors with" if is_model(objects[name]) else "belongs to"
+                        raise NbtrainError(f"it {how} `{held}`, which was not updated")
                     with _only_nbtrain_errors():
                         if not ready[name]():
                             unchanged.append(name)
@@ -210,8 +209,7 @@ class _Launch:
         for name, value in objects.items():
             with contextlib.suppress(Exception):  # users' own classes may raise anything
                 self._fingerprints[name] = state_io.state_fingerprints(value)
-        self._bound = [name for name, value in objects.items() if namespace.get(name) is value]
-        self._values = {name: _look_up(namespace, name) for name in out if name not in objects}
+        self._values = {name: namespace.get(name) for name in out if name not in objects}
 
     def check(self, name: str, value: Any, file: WeightReader) -> None:
         """Raise `NbtrainError` if the notebook has changed an object since the launch."""
@@ -225,41 +223,12 @@ class _Launch:
         if not changed:
             return
         kind = state_io.kind_of(value)
-        alone = next((n for n in changed if n in unsaved), None)
-        if alone is None:
-            remedy = f"run.load({kind}) loads what the run saved"
-        else:
-            remedy = (
-                f"The run did not change {state_io.describe(alone)}, so its file does not have "
-                f"it. Make the {kind} as it was at the launch, then call run.load({kind}, {name!r})"
-            )
-        raise NbtrainError(f"{_CHANGED}. {remedy}")
-
-    def find_replaced(
-        self, objects: Mapping[str, Any], namespace: Mapping[str, Any], lost: Collection[str]
-    ) -> dict[str, Finding]:
-        """Return which variables of updated objects refer to another object now."""
-        troubles, kinds = {}, (is_model, is_optimizer, is_scheduler)
-        for name in self._bound:
-            old, new = objects.get(name), unwrap(namespace.get(name))
-            if old is None or new is old or name in lost:
-                continue
-            if not any(is_kind(new) and is_kind(old) for is_kind in kinds):
-                continue
-            if is_model(new) and _tensor_ids(old) <= _tensor_ids(new):  # it was wrapped
-                continue
-            kind = state_io.kind_of(old)
-            text = (
-                f"`{name}` is another {kind} now than at the launch. The run updated the earlier "
-                f"one; run.load({kind}, {name!r}) loads the weights into the new one"
-            )
-            troubles[name] = Finding("", text)
-        return troubles
+        raise NbtrainError(f"{_CHANGED}. run.load({kind}) loads what the run saved")
 
     def find_reassigned(
         self, values: Collection[str], namespace: Mapping[str, Any]
     ) -> dict[str, Finding]:
-        """Return which variables the notebook has assigned or changed since the launch."""
+        """Return which variables the notebook has assigned since the launch."""
         text = (
             "the notebook changed it after the launch, so it keeps the notebook's value. "
             "run.out[{!r}] is the run's value"
@@ -267,56 +236,24 @@ class _Launch:
         return {
             name: Finding("", text.format(name))
             for name, before in self._values.items()
-            if name in values and not _is_same(before, _look_up(namespace, name))
+            if name in values and namespace.get(name) is not before
         }
-
-
-def _look_up(namespace: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a variable, with the items of a list or a dict, or a tensor's count of writes."""
-    if name not in namespace:
-        return []
-    value = namespace[name]
-    if type(value) is dict:
-        return [value, *value.keys(), *value.values()]
-    if type(value) is list:
-        return [value, *value]
-    return [value, getattr(value, "_version", None)]
-
-
-def _is_same(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    plain = (int, float, str)  # equal values of these count as the same
-    return len(before) == len(now) and all(
-        x is y or (type(x) is type(y) and type(x) in plain and x == y)
-        for x, y in zip(before, now, strict=True)
-    )
-
-
-def _add_sharers(
-    ready: Collection[str], objects: Mapping[str, Any], troubles: dict[str, Finding]
-) -> None:
-    """Add to `troubles` each ready object that shares tensors, even indirectly, with one in it."""
-    tensors = {name: _tensor_ids(value) for name, value in objects.items()}
-    waiting = [name for name in troubles if name in tensors]
-    while waiting:
-        first = waiting.pop()
-        for name in set(ready) - troubles.keys():
-            if tensors[name] & tensors[first]:
-                text = f"it shares tensors with `{first}`, which cannot be loaded"
-                troubles[name] = Finding("", text)
-                waiting.append(name)
 
 
 def _find_blocking_object(
     value: Any, objects: Mapping[str, Any], troubles: Mapping[str, Finding]
 ) -> str:
-    """Return the name of a model or optimizer, not loaded, that `value` depends on; or ""."""
-    if is_model(value):
-        return ""
-    optimizer = getattr(value, "optimizer", None) if is_scheduler(value) else value
-    groups = getattr(optimizer, "param_groups", ())
-    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    """Return the name of an object that was not loaded, and that `value` depends on; or "".
+
+    A model depends on those that it shares tensors with, an optimizer on the models that it trains,
+    a scheduler on its optimizer, too.
+    """
+    optimizer = getattr(value, "optimizer", None) if is_scheduler(value) else None
+    own = _tensor_ids(value)
+    if not is_model(value):
+        own = {*map(id, stepped_parameters(value))}
     left = {n: objects[n] for n in troubles if n in objects}
-    return next((n for n, v in left.items() if v is optimizer or _tensor_ids(v) & trained), "")
+    return next((n for n, v in left.items() if v is optimizer or _tensor_ids(v) & own), "")
 
 
 def _tensor_ids(value: Any) -> set[int]:
@@ -377,7 +314,7 @@ def _unpickle_values(
     A reference to a model of the notebook needs that model to exist.
     """
     objects = receiver.objects() if receiver is not None else {}
-    get_part = partial(model_parts.get_part, values=objects)
+    find = partial(get_part, values=objects)
     ranks = range(folder.read_manifest()["num_processes"])
     paths = [folder.out(rank) for rank in ranks]
     sent = [pickle.loads(read_regular(path)) if path.exists() else {} for path in paths]
@@ -386,9 +323,7 @@ def _unpickle_values(
         each = (s.get(asked) for s in (sent if asked.endswith(OF_ALL) else sent[:1]))
         name = asked.removesuffix(OF_ALL)
         try:
-            every = [
-                data if data is None else result_pickler.loads(data, get_part) for data in each
-            ]
+            every = [data if data is None else result_pickler.loads(data, find) for data in each]
         except Exception as error:  # from a user's class: the other values are still loaded
             lost[name] = error
         else:
@@ -447,7 +382,7 @@ def _select_weights(
             f"this run saved {what}{rest}. A run saves the models that its function or cell "
             "refers to and that changed, unless it has sync=False (--no-sync). Return the "
             "state_dict() of a model that the function itself makes. After an interrupt or a "
-            f"failure, a model is saved only if it is smaller than {RESCUE_MAX_BYTES >> 20} MiB, "
+            f"failure, a model is saved only if it is smaller than {RESCUE_MAX_BYTES >> 30} GiB, "
             "and none is saved if rank 0 was stopped because another rank failed"
         )
     if target is None and not any(n in known for n in wanted):

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import NbtrainError
-from ...findings import Finding
 from ...planning.option_types import OF_ALL
 from ...planning.task_values import (
     is_model,
@@ -28,18 +27,26 @@ from ...planning.task_values import (
 )
 from ...system.files import write_atomically
 from ...system.instrumentation import patch
-from ...system.processes import shared_memory_spans
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
 from .. import result_pickler
 from ..job import Job
-from ..limits import OPTIMIZER_MAX_BYTES, RESCUE_MAX_BYTES
-from . import model_parts, state_io
-from .model_changes import ModelAtStart
-from .model_parts import FSDP, is_sharded, named_tensors, plain_name, plain_paths, unwrap
-from .tensors import address, fingerprints, size_of
-from .weight_file import WeightFile, save, stamp
+from ..limits import RESCUE_MAX_BYTES
+from . import state_io
+from .models import (
+    FSDP,
+    ModelAtStart,
+    find_parts,
+    is_sharded,
+    named_parameters,
+    named_tensors,
+    plain_name,
+    plain_paths,
+    unwrap,
+)
+from .state_io import WeightFile, save, stamp
+from .tensors import fingerprints, shared_address, size_of
 
 
 class ResultSender:
@@ -79,9 +86,10 @@ class ResultSender:
         self._unsent: set[str] = set()
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
-        known = model_parts.find_parts(self._returned) if plan.out and rank == 0 else {}
+        known = find_parts(self._returned) if plan.out and rank == 0 else {}
         self._parts = {part: key for key, part in known.items()}
-        self._stages: list[Any] = []
+        self._staged: dict[int, Any] = {}
+        """The tensors of pipeline stages by their ids, and alive: CPython reuses those."""
         if self._objects:
             self._patch_libraries()
 
@@ -92,8 +100,6 @@ class ResultSender:
         # `pipeline` makes begin here. Without it, rank 0's layers would pass for the model.
         stage = "torch.distributed.pipelining.stage:_PipelineStageBase"
         patch(stage, "__init__", self._stage_init)
-        if self._rank == 0:
-            patch("peft.peft_model:PeftModel", "__init__", self._peft_init)
 
     def _fingerprints(self, value: Any) -> Any:
         with contextlib.suppress(Exception):  # a model that cannot be read is always sent
@@ -135,24 +141,7 @@ class ResultSender:
 
     def _stage_init(self, original: Any, stage: Any, *args: Any, **kwargs: Any) -> None:
         original(stage, *args, **kwargs)
-        self._stages.append(stage)
-
-    def _peft_init(self, original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        """Warn that trained prompts are lost: of all adapters, only they are not in the model."""
-        original(wrapper, *args, **kwargs)
-        with contextlib.suppress(Exception):  # PEFT's names (seen in 0.21)
-            config, model = wrapper.active_peft_config, wrapper.base_model
-            name = next((n for n, v in self._objects.items() if v is model), "")
-            if name and config.is_prompt_learning and not config.inference_mode:
-                self._note_loss(
-                    f"The prompts that PEFT trains for `{name}` are not part of it, so they are "
-                    "lost when the ranks end.",
-                    "Return `peft.get_peft_model_state_dict(...)` of PEFT's model from the "
-                    "function, and load it in the notebook with `peft.set_peft_model_state_dict`.",
-                )
-
-    def _note_loss(self, text: str, remedy: str) -> None:
-        self._writer.write(ev.RunNote.of(Finding("not-copied-back", text, remedy)))
+        self._staged |= {id(tensor): tensor for tensor in named_tensors(stage.submod).values()}
 
     @property
     def has_more(self) -> bool:
@@ -213,14 +202,6 @@ class ResultSender:
         about: dict[str, Any] = {}
         if start is not None:  # the model can be read
             before = start.rename(before, model)
-            if unreadable := state_io.unreadable_states(model, before):
-                places = ", ".join(f"`{f'{name}.{path}'.rstrip('.')}`" for path in unreadable)
-                self._note_loss(
-                    f"The extra state of {places} has values of classes that torch.load does not "
-                    "allow, so it is lost when the ranks end.",
-                    f"Return `{name}.state_dict()` from the function, and load it in the notebook "
-                    f"with `{name}.load_state_dict`.",
-                )
             about = {"adapters": start.new_adapters(model), "remedy": ""}
             with contextlib.suppress(Exception):  # a model of an unknown kind gets no advice
                 if not self._is_in_parts(model) and (change := start.find_change(model)):
@@ -233,10 +214,11 @@ class ResultSender:
 
     def _shared_names(self, tensors: Mapping[Any, Any]) -> list[Any]:
         """Return the names of tensors that are where the notebook shares them with the ranks."""
-        own = {n: (id(t), address(t)) for n, t in tensors.items() if id(t) in self._addresses}
-        places = {n: at for n, (key, at) in own.items() if at and self._addresses[key] == at}
-        spans = shared_memory_spans() if places else []
-        return [n for n, at in places.items() if any(begin <= at < end for begin, end in spans)]
+        return [
+            name
+            for name, tensor in tensors.items()
+            if (place := self._addresses.get(id(tensor))) and place == shared_address(tensor)
+        ]
 
     def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return the state of an optimizer or a scheduler that no `--out` names.
@@ -261,7 +243,7 @@ class ResultSender:
         if self._shared_names(dict(enumerate(tensors))):
             return None  # the notebook's optimizer has them
         is_apart = any(map(is_sharded, tensors)) or any(map(self._is_in_parts, models))
-        if not is_apart and sum(map(size_of, tensors)) <= OPTIMIZER_MAX_BYTES:
+        if not is_apart and sum(map(size_of, tensors)) <= RESCUE_MAX_BYTES:
             with contextlib.suppress(Exception):  # of a user's class: `--out` reports why
                 return state_io.state_file(value)
         self._unsent.add(name)
@@ -311,7 +293,7 @@ class ResultSender:
             raise _FolderError(error) from error
         kind, count = content.about["kind"], content.about.get("parameters", 0)
         adapters = () if self._is_live else content.about.get("adapters", ())
-        known = model_parts.named_parameters(self._objects[name]) if count else ()
+        known = named_parameters(self._objects[name]) if count else ()
         self._report(
             name,
             what=kind,
@@ -331,9 +313,7 @@ class ResultSender:
         return self._is_sharded(module) or self._is_in_stages(module)
 
     def _is_in_stages(self, module: Any) -> bool:
-        tensors = set(map(id, named_tensors(module).values())) if self._stages else set()
-        parts = (named_tensors(stage.submod).values() for stage in self._stages)
-        return any(id(tensor) in tensors for part in parts for tensor in part)
+        return any(id(tensor) in self._staged for tensor in named_tensors(module).values())
 
     def _flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can gather: the model's wrapper, the model itself, or None."""
@@ -376,7 +356,7 @@ class ResultSender:
         variables = named_values(self._plan.task)
         # A new optimizer refers to the notebook's model, but not to a layer that has replaced one
         # of the notebook's. The models of other ranks may differ.
-        parts = model_parts.find_parts(self._returned) if wanted and self._rank == 0 else {}
+        parts = find_parts(self._returned) if wanted and self._rank == 0 else {}
         known = {key: part for key, part in parts.items() if self._parts.get(part, key) == key}
         for asked in wanted:
             name = asked.removesuffix(OF_ALL)
@@ -421,13 +401,13 @@ class ResultSender:
 
 
 def _addresses(values: Iterable[Any]) -> dict[int, int]:
-    """Return where tensors of models and optimizers are in the host's memory, by their ids."""
+    """Return where tensors of models and optimizers are in shared memory, by their ids."""
     places = {}
     for value in values:
         with contextlib.suppress(Exception):  # it may be of a user's class
             is_module = is_model(value)
             own = [*value.parameters(), *value.buffers()] if is_module else _state_values(value)
-            places.update({id(t): address(t) for t in own if hasattr(t, "element_size")})
+            places.update({id(t): shared_address(t) for t in own if hasattr(t, "element_size")})
     return places
 
 

@@ -1,44 +1,54 @@
 """Saves a model, an optimizer or a scheduler to a safetensors file, and loads it in place.
 
-A file has each tensor once, under its first name. The header has, as JSON, other names of the same
-tensor (tied weights), the buffers that are in no state_dict, and fingerprints of the tensors that
-did not change and are not in the file. What is not a tensor is stored as bytes of `torch.save`:
-extra states of modules, and the state of an optimizer or a scheduler.
+A file has each tensor once, under its first name. Its header has, as JSON, checksums, other names
+of the same tensor (tied weights), the buffers that are in no state_dict, and fingerprints of the
+tensors that did not change and are not in the file. What is not a tensor is stored as bytes of
+`torch.save`: extra states of modules, and the state of an optimizer or a scheduler.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import os
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import NbtrainError
 from ...planning.task_values import is_optimizer, is_scheduler
+from ...system.files import open_own
+from ...system.processes import boot
 from ...system.text import with_article
 from .. import result_pickler
-from .model_changes import insert_adapters, restore_structure
-from .model_parts import (
+from .models import (
+    insert_adapters,
     is_sharded,
     named_parameters,
     named_tensors,
     plain_name,
     plain_paths,
+    restore_structure,
     transient_names,
 )
 from .tensors import (
     can_be_saved,
+    checksum,
     decode,
+    encode,
     fingerprint,
     fingerprints,
     has_no_bytes,
     is_finite,
     is_lazy,
+    is_plain,
     is_strided,
     save_to_bytes,
     shape_of,
@@ -47,7 +57,6 @@ from .tensors import (
     to_cpu,
     write_if_changed,
 )
-from .weight_file import WeightFile, WeightReader
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +69,154 @@ _EXTRA_STATE = "..state"
 
 _STATE_KEY = "state"
 """The name under which a file has the state of an optimizer or a scheduler, without tensors."""
+
+_ABOUT = "nbtrain"
+"""The entry of the header that nbtrain writes, a JSON text."""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """The content of a file."""
+
+    tensors: Mapping[str, torch.Tensor]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """All that is not a tensor."""
+
+
+def save(content: WeightFile, path: Path) -> list[str]:
+    """Write a file; return the names of the tensors that are not finite. Raises `OSError`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = content.tensors
+    plain = {name: tensor for name, tensor in tensors.items() if is_plain(tensor)}
+    stored = {
+        name: tensor.detach().contiguous() if name in plain else encode(tensor)
+        for name, tensor in tensors.items()
+    }
+    not_finite = sorted(name for name, tensor in plain.items() if not is_finite(tensor))
+    about = {
+        **content.about,
+        "tensors": {name: [shape_of(t), stored_kind(t)] for name, t in tensors.items()},
+        "checksums": {name: checksum(tensor) for name, tensor in stored.items()},
+        "encoded": sorted(tensors.keys() - plain.keys()),
+        "not_finite": not_finite,
+    }
+    metadata = {"format": "pt", _ABOUT: json.dumps(about)}
+    separate, end = {}, 0
+    for name, tensor in sorted(stored.items(), key=lambda item: item[1].data_ptr()):
+        begin = tensor.data_ptr()  # safetensors refuses tensors that overlap in memory
+        separate[name] = tensor.clone() if begin < end else tensor
+        end = max(end, begin + tensor.nbytes)
+    try:
+        save_file(separate, path, metadata)
+    except SafetensorError as error:  # it has no errno, but Rust's text of one
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(code[1]) if code else 0
+        raise OSError(number, os.strerror(number) if code else str(error)) from error
+    return not_finite
+
+
+class WeightReader:
+    """An open file of weights; a context manager that closes it.
+
+    `written` is the file's `stamp` as the rank left it. Raises `OSError`, and `NbtrainError` for a
+    file that is damaged or that no run saved.
+
+    The file is opened once, and `safe_open` reads that descriptor: runs are pruned, so the path may
+    soon name another file, or be gone. A process that reads a mapping of a file that was cut short
+    is killed (SIGBUS). nbtrain never cuts a file of weights: it replaces the file.
+    """
+
+    def __init__(self, path: Path, written: str = "") -> None:
+        self.path = path
+        self._descriptor = open_own(path)
+        try:
+            self._is_as_written = written == stamp(self._descriptor) != ""
+            self.about = self._read_about()
+        except BaseException:  # also an interrupt: the caller never gets it, so close it here
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. May be repeated."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> WeightReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self.about["tensors"])
+
+    def shape_and_kind(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the `stored_kind` that a tensor had in the rank."""
+        shape, kind = self.about["tensors"][name]
+        return tuple(shape), kind
+
+    def check(self) -> None:
+        """Read the whole file. Raises `NbtrainError` if a checksum is not as it was written.
+
+        A file that nobody has written to since the rank closed it is not read again.
+        """
+        for name, tensor in () if self._is_as_written else self._read_stored(self.names()):
+            if checksum(tensor) != self.about["checksums"][name]:
+                raise self._damage_error(f"`{name}` is not what the rank wrote")
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors with their names. They are mapped from the file: copy what you keep."""
+        for name, tensor in self._read_stored(names):
+            yield name, decode(tensor) if name in self.about["encoded"] else tensor
+
+    def _read_stored(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._map() as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+    def _map(self) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(f"/dev/fd/{self._descriptor}", framework="pt")
+        except SafetensorError as error:
+            raise self._damage_error(str(error)) from error
+
+    def _read_about(self) -> dict[str, Any]:
+        with self._map() as file:
+            metadata, names = file.metadata() or {}, set(file.keys())
+        text = metadata.get(_ABOUT)
+        if text is None:
+            raise NbtrainError(f"{self.path} is not a file that a run saved")
+        try:
+            about: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise self._damage_error(f"its header cannot be read: {error}") from error
+        if "checksums" not in about or "state" in about:  # an optimizer's, as JSON
+            raise NbtrainError(
+                f"{self.path} was written by an earlier version of nbtrain; "
+                "safetensors.torch.load_file(path) returns its tensors"
+            )
+        if names != {*about["tensors"]}:
+            raise self._damage_error("its header is not what the rank wrote")
+        return about
+
+    def _damage_error(self, reason: str) -> NbtrainError:
+        return NbtrainError(f"{self.path} is damaged: {reason}")
+
+
+def stamp(file: int | Path) -> str:
+    """Return a text that identifies a file's content until it is written to, or the host restarts.
+
+    Returns "" if the host's start is unknown.
+    """
+    status, since = os.stat(file), boot()
+    parts = (since, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
+    return " ".join(map(str, parts)) if since else ""
 
 
 class PartlyLoaded(NbtrainError):
@@ -86,37 +243,23 @@ def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     states: dict[str, torch.Tensor] = {}
     for name, part in _parts_with_extra_state(module).items():
-        # A state that cannot be pickled is left out: no file of the user's could have it either.
+        # A state that `torch.save` cannot write, or `torch.load` reads only by running code, is
+        # left out.
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that torch's quantization is deprecated
             state: dict[str, Any] = {}
             part._save_to_state_dict(state, "", True)  # by position, as torch does: names differ
             tensors = {*part._parameters, *part._buffers}
             if own := {key: value for key, value in state.items() if key not in tensors}:
-                states[name] = save_to_bytes(own)
+                data = save_to_bytes(own)
+                decode(data)
+                states[name] = data
     return states
 
 
 def contents(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return everything that a file can have of a module."""
     return {**named_tensors(module), **_extra_states(module)}
-
-
-def unreadable_states(module: torch.nn.Module, before: Mapping[str, Any]) -> list[str]:
-    """Return the paths of parts whose extra states changed and can only be read by running code."""
-    return [
-        name.removesuffix(_EXTRA_STATE)
-        for name, state in _extra_states(module).items()
-        if name in before and fingerprint(state) != before[name] and not _is_readable(state)
-    ]
-
-
-def _is_readable(data: torch.Tensor) -> bool:
-    try:
-        decode(data)
-    except Exception:  # it has values of a class that torch does not know
-        return False
-    return True
 
 
 def module_changes(
@@ -133,10 +276,9 @@ def module_changes(
     Raises `NbtrainError` for a changed tensor that no file can have.
     """
     states = _extra_states(module)
-    unreadable = {name for name, state in states.items() if not _is_readable(state)}
-    tensors = {n: t for n, t in {**tensors, **states}.items() if n not in unreadable}
+    tensors = {**tensors, **states}
     changed, same = _split_by_change(tensors, before)
-    if not changed and same.keys() == before.keys() - unreadable:
+    if not changed and same.keys() == before.keys():
         return None
     for name, tensor in changed.items():
         if not can_be_saved(tensor):
@@ -161,7 +303,7 @@ def _split_by_change(
         key = id(tensor)  # tied weights are one
         here = copies[key] if key in copies else to_cpu(tensor)
         if name in before and key not in marks:
-            marks[key] = fingerprint(here, before[name])
+            marks[key] = fingerprint(here)
         if name in before and marks[key] == before[name]:
             same[name] = marks[key]
         else:

@@ -15,8 +15,6 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..limits import FIRST_ELEMENTS_COUNT
-
 if TYPE_CHECKING:
     import torch
 
@@ -59,11 +57,11 @@ def can_be_saved(tensor: torch.Tensor) -> bool:
     return not has_no_bytes(tensor) and not tensor.is_mkldnn
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's block begins in the host's memory; 0 if it is not a block there."""
+def shared_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor is in memory that processes share; 0 if it is not in such memory."""
     if has_no_bytes(tensor) or tensor.device.type != "cpu" or not is_block(tensor):
         return 0
-    return tensor.data_ptr()
+    return tensor.data_ptr() if tensor.is_shared() else 0  # type: ignore[no-untyped-call]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -164,24 +162,19 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: by_id[id(tensor)] for name, tensor in tensors.items()}
 
 
-def fingerprint(tensor: torch.Tensor, before: Any = None) -> Any:
+def fingerprint(tensor: torch.Tensor) -> Any:
     """Return a value that differs once any element of a tensor does.
 
     The chance that it does not is 2⁻⁶³. `Tensor._version` does not suffice: fused optimizers and
     ``.data`` leave it unchanged (torch 2.13). Takes 0.2 s per GB, on the CPU. A tensor that cannot
-    be read never equals its earlier fingerprint. If its first elements differ from `before`, the
-    rest is not read.
+    be read never equals its earlier fingerprint.
     """
     kind = f"{type(tensor).__name__} {tensor.dtype}"
     try:
         if has_no_bytes(tensor):  # it has no content that could change
             return f"{kind} {id(tensor)}" if is_lazy(tensor) else f"{kind} {tensor.shape}"
         plain = (tensor.detach() if is_block(tensor) else encode(tensor)).contiguous()
-        content = [shape_of(tensor), tensor.dtype]
-        start = _digest([*content, weighted_sums(plain.reshape(-1)[:FIRST_ELEMENTS_COUNT])])
-        if isinstance(before, str) and not before.startswith(start):
-            return object()
-        return start + _digest([*content, weighted_sums(plain)])
+        return _digest([shape_of(tensor), tensor.dtype, weighted_sums(plain)])
     except Exception:  # from a kind of tensor that is not made of plain bytes
         return object()
 
@@ -231,9 +224,7 @@ def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     both: Any = [t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
     if all(len(flat) % 8 == flat.storage_offset() % 8 == 0 for flat in both):
         both = [flat.view(torch.int64) for flat in both]
-    # Most tensors that differ do so early, and torch compares this few elements without threads.
-    few = slice(FIRST_ELEMENTS_COUNT)
-    return bool(both[0][few].equal(both[1][few])) and bool(both[0].equal(both[1]))
+    return bool(both[0].equal(both[1]))
 
 
 def write_if_changed(target: torch.Tensor, value: torch.Tensor) -> bool:
@@ -252,15 +243,11 @@ def write_if_changed(target: torch.Tensor, value: torch.Tensor) -> bool:
         return True
     if has_same_bits(before, value):
         return False
-    once = target.detach()
-    for dim, stride in enumerate(once.stride()):  # an expanded dimension repeats one element
-        if once.size(dim) > 1 and not stride:
-            once = once.narrow(dim, 0, 1)
-    first = value[tuple(map(slice, once.shape))]
-    if once.shape == value.shape or has_same_bits(first.expand_as(value), value):
-        once.copy_(first)
-    else:  # the target is expanded, and the rank's tensor no longer is
+    sizes = zip(target.shape, target.stride(), strict=True)
+    if any(size > 1 and not stride for size, stride in sizes):  # an expanded one repeats elements
         target.data = value.to(target.dtype, copy=True)
+    else:
+        target.detach().copy_(value)
     return True
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import nbtrain
-from nbtrain.transport.weights import state_io, weight_file
-from nbtrain.transport.weights.model_parts import named_tensors
+from nbtrain.transport.weights import state_io
+from nbtrain.transport.weights.models import named_tensors
+from nbtrain.transport.weights.state_io import WeightReader
 from nbtrain.transport.weights.tensors import (
     decode,
     encode,
@@ -23,7 +24,6 @@ from nbtrain.transport.weights.tensors import (
     shape_of,
     size_of,
 )
-from nbtrain.transport.weights.weight_file import WeightReader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # that sparse, nested, quantized are in beta
 
@@ -126,7 +126,7 @@ def test_it_is_saved_and_loaded_in_place(kind: str, is_parameter: bool, tmp_path
     give(trained, KINDS[kind](2))
     content = state_io.module_changes(trained, named_tensors(trained), before)
     assert content is not None
-    weight_file.save(content, tmp_path / "model")
+    state_io.save(content, tmp_path / "model")
     extra = here.extra
     with WeightReader(tmp_path / "model") as file:
         state_io.prepare_load(file, here, is_handed_over=True)()

@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 
 from nbtrain.errors import NbtrainError
-from nbtrain.transport.weights import state_io, weight_file
-from nbtrain.transport.weights.model_parts import named_tensors
+from nbtrain.transport.weights import state_io
+from nbtrain.transport.weights.models import named_tensors
+from nbtrain.transport.weights.state_io import WeightFile, WeightReader, save, stamp
 from nbtrain.transport.weights.tensors import PLAIN_DTYPES
-from nbtrain.transport.weights.weight_file import WeightFile, WeightReader, save, stamp
 
 
 @pytest.fixture
@@ -54,10 +54,6 @@ def _one_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _another_shape(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"[32, 64]", b"[64, 32]"))
-
-
 def _more(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"more")
 
@@ -79,7 +75,7 @@ def _negative_offsets(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(_cut, _cut_in_the_header, _empty, _one_bit, _another_shape, _more, _huge_header),
+        *(_cut, _cut_in_the_header, _empty, _one_bit, _more, _huge_header),
         *(_no_json, _negative_offsets),
     ],
 )
@@ -174,13 +170,13 @@ def test_it_leaves_no_descriptor(path: Path) -> None:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The checksums that were computed."""
     computed = list[str]()
-    original = weight_file.checksum
+    original = state_io.checksum
 
     def counting(tensor: torch.Tensor) -> str:
         computed.append(original(tensor))
         return computed[-1]
 
-    monkeypatch.setattr(weight_file, "checksum", counting)
+    monkeypatch.setattr(state_io, "checksum", counting)
     return computed
 
 

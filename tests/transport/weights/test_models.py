@@ -12,8 +12,8 @@ import torch
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.transport.weights.model_parts import named_tensors
-from nbtrain.transport.weights.weight_file import WeightReader
+from nbtrain.transport.weights.models import named_tensors
+from nbtrain.transport.weights.state_io import WeightReader
 from nbtrain.ui import text_summary
 
 peft = pytest.importorskip("peft", reason="needs peft")
@@ -169,26 +169,3 @@ def test_what_peft_cannot_add_so_arrives_in_a_model_that_is_changed_alike(way: A
     assert [finding.code for finding in run.state.findings].count("changed-model") == 1
     run.load(way(net))
     assert bits(net) == run.value[0]
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers, of what PEFT calls
-def test_prompts_which_are_in_no_model_are_named_with_the_way_to_get_them() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=10, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-
-    def tune(model: Any) -> Any:
-        wrapped = peft.get_peft_model(model, prompts)
-        with torch.no_grad():
-            wrapped.prompt_encoder["default"].embedding.weight.fill_(3)
-        return peft.get_peft_model_state_dict(wrapped)
-
-    run = nbtrain.launch(tune, model, num_processes=1, view="none")
-    (finding,) = (f for f in run.state.findings if f.code == "not-copied-back")
-    assert "The prompts that PEFT trains for `model` are not part of it" in finding.text
-    here = peft.get_peft_model(model, prompts)
-    peft.set_peft_model_state_dict(here, run.value)
-    assert (here.prompt_encoder["default"].embedding.weight == 3).all()
