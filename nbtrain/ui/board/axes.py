@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import MAX_AXIS_VALUE
+MAX_AXIS_VALUE = 1e300
+"""Larger values are drawn as this one, so that no span of an axis overflows."""
 
 
 @dataclass(frozen=True)

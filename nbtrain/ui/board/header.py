@@ -27,8 +27,8 @@ from ...tracking.curves import RATES, Bin, Series, smooth
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
 from .. import eta, rank_texts, run_texts
-from . import canvas, theme
-from .layout import CANVAS
+from . import charts, theme
+from .canvas import CANVAS
 
 
 class Figure(NamedTuple):
@@ -337,7 +337,7 @@ def _done_figure(state: RunState) -> Figure | None:
     done = eta.run_fraction(state)
     where, more = run_texts.run_position(state)
     if state.is_over:
-        steps = canvas.made_steps(state)
+        steps = charts.made_steps(state)
         took = format_duration(state.elapsed(state.created))
         remarks = [plural(steps, "step")] if steps else []
         if done is not None and done < 0.995:
@@ -396,7 +396,7 @@ def _compare_to_previous(state: RunState, series: Series, name: str) -> tuple[st
         return ()
     end, its_end = curve[-1][0], previous.points[-1][0]
     at = min(end, its_end)
-    now, before = (canvas.value_at(points, at) for points in (curve, previous.points))
+    now, before = (charts.value_at(points, at) for points in (curve, previous.points))
     change = 100 * (now - before) / (abs(before) or math.ulp(0.0))
     kind = "lower" if change < 0 else "higher"
     amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
@@ -444,7 +444,7 @@ def _best_figures(state: RunState) -> Iterator[Figure]:
             if series.bins in shown:  # one metric under two names: GRPO logs its only reward so
                 continue
             shown.append(series.bins)
-            at = canvas.best_point(series, direction)
+            at = charts.best_point(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
             yield Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
             if len(shown) == (2 if state.is_over else 1):

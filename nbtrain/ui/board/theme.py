@@ -126,14 +126,14 @@ def bar(share: float, width: int, colour: str, attributes: str = "") -> str:
     )
 
 
-def draw_stretched(
-    inner: str, units: tuple[int, int], height: int, label: str, *, as_image: bool
-) -> str:
-    """Draw SVG elements, `height` pixels high and stretched from `units` to the available width.
+def draw_stretched(inner: str, size: tuple[int, int], label: str, *, as_image: bool) -> str:
+    """Draw SVG elements, stretched from a width in units to the width of the page.
 
-    Its background is transparent. Text in it would be stretched, too.
+    `size` is this width and the height in pixels. The background is transparent. Text in the SVG
+    would be stretched, too.
     """
-    box = f'viewBox="0 0 {units[0]} {units[1]}" preserveAspectRatio="none"'
+    height = size[1]
+    box = f'viewBox="0 0 {size[0]} {height}" preserveAspectRatio="none"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{height}" {box}'
     style = "display:block;width:100%;overflow:visible"
     if not as_image:

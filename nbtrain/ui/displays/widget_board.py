@@ -37,10 +37,7 @@ class WidgetDisplay(Display):
     """
 
     def __init__(
-        self,
-        pump: Pump | None,
-        stop: Callable[[], None],
-        stacks: Callable[[], object],
+        self, pump: Pump | None, stop: Callable[[], None], stacks: Callable[[], object]
     ) -> None:
         self._pump = pump
         self._stop, self._stacks = stop, stacks

@@ -19,7 +19,7 @@ from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import EpochRow, RankState, RunState
 from nbtrain.ui import eta, limits, text_summary
 from nbtrain.ui.board import board as html
-from nbtrain.ui.board import canvas, epoch_rows, header, log_panel, strips, theme
+from nbtrain.ui.board import charts, epoch_rows, header, log_panel, strips, theme
 from tests.support import board_states
 
 NASTY = "<script>alert('x')</script> & \"quoted\" </pre></table>"
@@ -579,7 +579,7 @@ def test_no_bar_is_green_before_the_run_is_over(name: str) -> None:
 
 
 def strips_of(state: RunState, now: float) -> strips.Strips:
-    made = canvas.draw_canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
+    made = charts.draw_picture(state, now, charts.curves_of(state)[:1], charts.rate_of(state))
     assert made is not None
     assert made.strips is not None
     return made.strips
@@ -597,7 +597,7 @@ def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
         assert len(made.bands) == 64
         assert len(strips.draw(made, 0, 1000)) <= limits.LIVE_BOARD.strip_bytes + 200
     starting, now = board_states.drawn_at("importing")
-    assert canvas.draw_canvas(starting, now, [], None) is None  # nothing to see yet
+    assert charts.draw_picture(starting, now, [], None) is None  # nothing to see yet
 
 
 def test_ranks_wait_for_one_that_is_short_of_data_also_once_the_run_is_over() -> None:
@@ -661,7 +661,7 @@ def test_the_ends_of_a_thousand_epochs_do_not_fill_the_canvas() -> None:
     rows = tuple(EpochRow(n, n, 0.05, ended=state.created) for n in range(1, 1001))
     first = replace(state.ranks[0], epochs=rows)
     many = replace(state, ranks=(first, *state.ranks[1:]))
-    made = canvas.draw_canvas(many, now, canvas.curves_of(many)[:1], canvas.rate_of(many))
+    made = charts.draw_picture(many, now, charts.curves_of(many)[:1], charts.rate_of(many))
     assert made is not None
     assert len(made.marks) < before
     assert not any(label.text.startswith("epoch") for label in made.labels)

@@ -13,8 +13,8 @@ from nbtrain.tracking.curves import smooth
 from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import PreviousRun, RankState, RunState
-from nbtrain.ui.board import board, canvas, strips, theme
-from nbtrain.ui.board.layout import CANVAS
+from nbtrain.ui.board import board, charts, strips, theme
+from nbtrain.ui.board.canvas import CANVAS
 from tests.support import board_states
 from tests.support.kernel import Notebook
 
@@ -103,11 +103,11 @@ def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
     assert "distance" in pages.pop()
 
 
-def picture(name: str) -> canvas.Picture:
+def picture(name: str) -> charts.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
     state = stragglers.mark_slow_ranks(state)
-    made = canvas.draw_canvas(state, now, canvas.curves_of(state)[:1], canvas.rate_of(state))
+    made = charts.draw_picture(state, now, charts.curves_of(state)[:1], charts.rate_of(state))
     assert made is not None
     return made
 
@@ -208,7 +208,7 @@ def test_a_learning_rate_that_is_logged_is_drawn_once(logged: str) -> None:
         )
     ]
     state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
-    names = [curve.name for curve in canvas.curves_of(state)]
+    names = [curve.name for curve in charts.curves_of(state)]
     assert ("lr" in names) is (logged == "accuracy")
     assert logged in names
 
@@ -221,5 +221,5 @@ def test_metrics_of_which_it_is_known_what_is_better_stand_first() -> None:
         for step in range(1, 5)
     ]
     state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
-    drawn = [curve.name for curve in canvas.curves_of(state)]
+    drawn = [curve.name for curve in charts.curves_of(state)]
     assert drawn == ["loss", "reward", "grad_norm", "completions/mean_length", "reward_std"]
