@@ -216,7 +216,7 @@ class Comparison:
         self._done = _median(self._shares.values())
         self._waits = _median(_data_wait(rank) for rank in moving)
         self._memory = _median(memory_bytes(rank) for rank in moving)
-        self._are_few = len(state.ranks) < limits.MIN_GROUP_RANKS
+        self._are_few = len(state.ranks) <= 2  # it is unknown which one of two is the normal one
 
     def reason(self, rank: RankState) -> str:
         """Return how a rank differs, ``12 % behind · waits for data 31 %``; empty if not at all."""

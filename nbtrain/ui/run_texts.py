@@ -25,7 +25,7 @@ from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
 from ..tracking.state import RankState, RunState
 from . import rank_texts
 from .eta import fraction, time_left
-from .limits import MAX_LISTED, MAX_RESULTS
+from .limits import MAX_RANK_ROWS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
@@ -119,7 +119,7 @@ def lines(state: RunState) -> list[str]:
     if state.host is not None:
         return [host(state.host)]
     lines = []
-    for name in (every := nodes(state))[:MAX_LISTED]:
+    for name in (every := nodes(state))[:MAX_RANK_ROWS]:
         ranks = format_ranks([rank.rank for rank in state.ranks if rank.node == name])
         known = state.hosts.get(name)
         lines.append(f"{name}: {ranks}" + (f" · {host(known)}" if known is not None else ""))
@@ -170,8 +170,8 @@ def results(state: RunState) -> list[Result]:
     if {text for text, _ in by_result} <= {"None"}:
         return []
     rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
-    more = len(rows) - MAX_RESULTS
-    return [*rows[:MAX_RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
+    more = len(rows) - MAX_RANK_ROWS
+    return [*rows[:MAX_RANK_ROWS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
 
 
 def name_ranks(ranks: Collection[int], state: RunState) -> str:
@@ -223,7 +223,7 @@ def artifact_lines(state: RunState) -> list[str]:
                 part = f"weights ({format_count(saved.parameters)} parameters, {size})"
             load = "nbtrain.last_run().load() copies it to the notebook"
             lines.append(f"{name}: {ranks} saved its {part}; {load}")
-    return lines[:MAX_RESULTS]
+    return lines[:MAX_RANK_ROWS]
 
 
 # What to do next

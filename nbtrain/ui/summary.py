@@ -18,7 +18,7 @@ from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
 from .board import theme
 from .board.board import draw_frame, escape_shortened
-from .limits import MAX_LISTED
+from .limits import MAX_RANK_ROWS
 from .tables import LEFT, Cell, html_table, text_table
 
 
@@ -290,8 +290,8 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
     names = sorted(s.metrics, key=metric_order)
     metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:
-        more = [f"{len(metrics) - MAX_LISTED} more"] if len(metrics) > MAX_LISTED else []
-        yield "metrics", " · ".join([*metrics[:MAX_LISTED], *more])
+        more = [f"{len(metrics) - MAX_RANK_ROWS} more"] if len(metrics) > MAX_RANK_ROWS else []
+        yield "metrics", " · ".join([*metrics[:MAX_RANK_ROWS], *more])
     if s.memory_bytes:
         most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
         yield "memory", ", ".join(filter(None, most))

@@ -291,7 +291,9 @@ def _draw_loss(
             label, below = _end_label(points, state.previous.number, panel)
             ends.append((label._replace(is_strong=False), below))
     _, begins = present_training(state)
-    marks += _draw_line(series, line, panel) + _draw_best(curve.name, series.since(begins), panel)
+    marks += _draw_line(series, line, panel, 128) + _draw_best(
+        curve.name, series.since(begins), panel
+    )
     ends.append(_end_label(line, f"{curve.newest} {_curve_label(curve, panel.y.log)}", panel))
     if curve.twin is not None:
         name, twin = curve.twin
@@ -315,9 +317,9 @@ def _points_within(previous: PreviousRun, panel: Panel) -> list[Point]:
     return [(at, min(y.high, max(y.low, value))) for at, value in inside]
 
 
-def _draw_line(series: Series, line: Sequence[Point], panel: Panel) -> str:
-    """Draw the measured values faint, the curve strong, and its newest point."""
-    band = series.thin(128)
+def _draw_line(series: Series, line: Sequence[Point], panel: Panel, points: int) -> str:
+    """Draw up to `points` measured values faint, the curve strong, and its newest point."""
+    band = series.thin(points)
     strong = panel.line(line, theme.BLUE) + panel.dot(line[-1], theme.BLUE)
     if len(series.ends) > 1:
         edge = [*((b.x, b.high) for b in band), *((b.x, b.low) for b in reversed(band))]
@@ -536,7 +538,7 @@ def _draw_small(
     if not curve.span[1] >= MIN_STEP_OVERLAP * x.high:  # it counts something else, such as epochs
         x = axes.step_scale(*curve.span, is_over=True, intervals=2)
     panel = Panel(x, curve.scale(2, log, line), 8, CANVAS.small_chart_px)
-    marks = panel.grid() + _draw_line(curve.series, line, panel)
+    marks = panel.grid() + _draw_line(curve.series, line, panel, 64)
     if curve.twin is not None:
         twin = ((b.x, b.mean) for b in curve.twin[1].thin(64))
         marks += panel.dashed(twin, theme.PURPLE, "5 3")

@@ -71,10 +71,10 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     With `each`, every rank has a row.
     """
     comparison = rank_texts.Comparison(state)
-    if each or state.world_size < limits.MIN_GROUP_RANKS:
+    if each or state.world_size <= 2:
         return [Row((r,), comparison.reason(r), comparison.waits_longer(r)) for r in state.ranks]
     worst = ["failed", "failing", "stuck", "slow", "not joined yet"]
-    most = limits.MAX_NAMED_RANKS // (1 if state.world_size <= limits.MAX_RANK_ROWS else 2)
+    most = limits.MAX_RANK_ROWS // (2 if state.world_size <= limits.MAX_RANK_ROWS else 4)
     single: list[Row] = []
     alike: dict[str, list[RankState]] = {}
     for rank in state.ranks:
@@ -142,9 +142,7 @@ def _remark(row: Row, state: RunState) -> str:
         return ""
     rank, lines = row.first, [escape(row.reason)] if row.reason else []
     drawn = state.curves.all  # a metric with a curve is the run's: often only rank 0 validates
-    if state.world_size < limits.MIN_GROUP_RANKS and (
-        others := rank_texts.metrics(rank, 5, but=drawn)
-    ):
+    if state.world_size <= 2 and (others := rank_texts.metrics(rank, 5, but=drawn)):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = verdict.describe_trouble(rank, state)
     if (

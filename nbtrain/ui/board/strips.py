@@ -76,8 +76,8 @@ def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
     count = max((len(row.letters) for row in rows), default=0)
     seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
     # A bin of a short run mixes many steps and the saving after them. Only its end is certain.
-    least = limits.MIN_STRIP_COLUMNS * (1 if seen & {of.FAILED, of.STALLED} else 2)
-    if count < least or not seen:
+    is_short = bool(rows) and count * rows[0].width < tracking_limits.MIN_ESTIMATE_S
+    if not seen or (is_short and not seen & {of.FAILED, of.STALLED}):
         return None
     per = -(-len(rows) // limits.MAX_DRAWN_RANKS)
     groups = [rows[i : i + per] for i in range(0, len(rows), per)]
@@ -119,7 +119,7 @@ def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
     if len(steps) < 2 or max(steps) - min(steps) > max(3, 0.02 * max(steps)):
         return bands
     alone = [_lone_waits(bands, row) for row in range(len(bands))]
-    waits = {at for row in alone if len(row) >= limits.MIN_STRIP_COLUMNS for at in row}
+    waits = {at for row in alone for at in row}
     if not waits:
         return bands
     return [
@@ -132,14 +132,18 @@ def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
 
 
 def _lone_waits(bands: list[str], row: int) -> list[int]:
-    """Return the columns where a strip waits for data and at most a quarter of the others do."""
+    """Return the columns where a strip waits for data and at most a quarter of the others do.
+
+    A few columns may be chance, and are left out.
+    """
     others = [band for at, band in enumerate(bands) if at != row]
-    return [
+    waits = [
         at
         for at, letter in enumerate(bands[row])
         if letter == of.DATA
         and 4 * sum(band[at : at + 1] == of.DATA for band in others) <= len(others)
     ]
+    return waits if len(waits) >= 6 else []
 
 
 def find_lone_wait(strips: Strips, rank: int) -> tuple[float, float] | None:
@@ -151,9 +155,7 @@ def find_lone_wait(strips: Strips, rank: int) -> tuple[float, float] | None:
     if strips.names != list(range(len(strips.names))) or rank >= len(strips.names):
         return None
     alone = _lone_waits(strips.bands, rank)
-    if len(alone) < 3:
-        return None
-    return alone[0] / strips.columns, (alone[-1] + 1) / strips.columns
+    return (alone[0] / strips.columns, (alone[-1] + 1) / strips.columns) if alone else None
 
 
 def draw(strips: Strips, top: int, width: int) -> str:

@@ -138,8 +138,8 @@ def draw_stretched(inner: str, size: tuple[int, int], label: str, *, as_image: b
     style = "display:block;width:100%;overflow:visible"
     if not as_image:
         return f'{head} role="img" aria-label="{label}" style="{style}">{inner}</svg>'
-    size = f'width="100%" height="{height}" style="{style};height:{height}px"'
-    return image(f"{head}>{inner}</svg>", label, size)
+    look = f'width="100%" height="{height}" style="{style};height:{height}px"'
+    return image(f"{head}>{inner}</svg>", label, look)
 
 
 def image(svg: str, label: str, attributes: str) -> str:
