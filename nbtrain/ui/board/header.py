@@ -39,12 +39,9 @@ class Figure(NamedTuple):
     remarks: tuple[str, ...] = ()
 
 
-def draw(state: RunState, now: float, late_steps: tuple[int, int] | None = None) -> str:
-    """Draw the progress bar of the run, its problem, and the key figures.
-
-    `late_steps` are the first and the last step for which only a slow rank waited for its data.
-    """
-    return f"{_draw_bar(state)}{_draw_problem(state, late_steps)}{_draw_figures(state, now)}"
+def draw(state: RunState, now: float) -> str:
+    """Draw the progress bar of the run, its problem, and the key figures."""
+    return f"{_draw_bar(state)}{_draw_problem(state)}{_draw_figures(state, now)}"
 
 
 def status(state: RunState) -> str:
@@ -171,7 +168,7 @@ def _has_moved(rank: RankState) -> bool:
     return bool(rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps))
 
 
-def _draw_problem(state: RunState, late_steps: tuple[int, int] | None) -> str:
+def _draw_problem(state: RunState) -> str:
     """Draw the problem of a run and what to do about it: a failure, a hang, a slow rank."""
     culprit = verdict.find_culprit(state)
     if culprit is not None:
@@ -179,8 +176,6 @@ def _draw_problem(state: RunState, late_steps: tuple[int, int] | None) -> str:
     text = trouble(state)
     if not text:
         return ""
-    if late_steps is not None:
-        text = f"{text} (steps {late_steps[0]:,}–{late_steps[1]:,})"
     tones = theme.STUCK if run_texts.is_stuck(state) else theme.WARN
     tones = theme.tones(state.status) if _has_own_card(state) else tones
     advice = "" if _is_restarted(state) else next_step(state)
