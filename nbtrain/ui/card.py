@@ -90,12 +90,12 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     below = f'<rect x=".5" y=".5" width="{_WIDTH_PX - 1}" height="{y - 1}" rx="8" fill="{ground}" '
     below += f'stroke="{edge}"/>'
     svg = canvas.draw_svg(f"{below}{inner}", _WIDTH_PX, y, ink)
-    return Card(svg, shorten(header.sentence(state, now), 200))
+    return Card(svg, shorten(run_texts.sentence(state, now), 200))
 
 
 def _header(state: RunState, now: float) -> tuple[str, int]:
     """Draw the status, the name and the devices of the run. Return also the height in pixels."""
-    word, status = header.headline(state, now)
+    word, status = run_texts.headline(state, now)
     colour, sign = theme.tones(word)
     number = "" if state.number is None else f" #{state.number}"
     name = shorten(state.title, 40) + number
@@ -140,7 +140,7 @@ def _trouble(state: RunState) -> tuple[str, int]:
         lines = [head, shorten(" ".join(verdict.describe_rank_failure(rank, state).split()), 90)]
     else:
         note = state.notes[0] if state.flaw and state.notes else ""
-        text = (header.trouble(state) or note).replace("`", "")
+        text = (run_texts.trouble(state) or note).replace("`", "")
         lines = wrap(shorten(text, 270), 92)
     if not lines:
         return "", 0

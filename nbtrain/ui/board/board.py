@@ -57,7 +57,7 @@ def render(state: RunState, now: float) -> str:
 def draw_screen_reader_status(state: RunState, now: float) -> str:
     """Draw a sentence that is invisible, and that a screen reader reads when it changes."""
     hidden = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
-    text = escape_shortened(header.sentence(state, now), 300)
+    text = escape_shortened(run_texts.sentence(state, now), 300)
     return f'<div role="status" aria-live="polite" style="{hidden}">{text}</div>'
 
 

@@ -266,7 +266,7 @@ def _time_labels(seconds: float, y: float) -> list[Label]:
     choices = 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400
     step = next((s for s in choices if seconds / s <= 6), seconds / 5 or 1.0)
     ticks = (i * step for i in range(int(seconds / step) + 1))
-    shown = [canvas.label_tick(t / seconds, y, theme.clock(t)) for t in ticks]
+    shown = [canvas.label_tick(t / seconds, y, eta.clock(t)) for t in ticks]
     return [Label(0, y, "time", "left"), *shown]
 
 
@@ -439,7 +439,7 @@ def _epochs(state: RunState, made: int) -> Iterator[tuple[str, int, int]]:
     ends, names = [row.steps for row in rows], [str(row.epoch) for row in rows]
     total, last = eta.total_epochs(state), eta.last_step(state)
     if total > len(ends) and last and not state.is_over and not state.restarts:
-        first = rows[0].epoch if rows else eta.first_epoch(state)
+        first = rows[0].epoch if rows else eta.progress(state).first_epoch
         for i in range(len(ends) + 1, total + 1):
             ends.append(round(last * i / total))
             names.append(str(first + i - 1))

@@ -44,48 +44,15 @@ def draw(state: RunState, now: float) -> str:
     return f"{_draw_bar(state)}{_draw_problem(state)}{_draw_figures(state, now)}"
 
 
-def status(state: RunState) -> str:
-    """Return the run's status in a few words. A run that hangs is 'stuck'."""
-    if run_texts.is_stuck(state):
-        return "stuck"
-    if state.status == "starting" and state.attempt > 1:
-        return "restarting"
-    has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
-    if state.status == "running" and has_failed:
-        return "failing"
-    return state.outcome
-
-
-def style_name(state: RunState) -> str:
-    """Return the key of the status in `theme.STATUS`: 'flawed' if the result may be wrong."""
-    is_flawed = state.status == "succeeded" and bool(state.flaw)
-    return "flawed" if is_flawed else status(state)
-
-
-def sentence(state: RunState, now: float) -> str:
-    """Return the status and the progress of the run in a sentence, for a screen reader."""
-    done, left = eta.run_fraction(state), eta.time_left(state, now)
-    parts = [f"{state.title} {status(state)}"]
-    if run_texts.is_stuck(state):
-        parts = [f"{state.title} has been stuck for {theme.clock(eta.stuck_seconds(state, now))}"]
-    elif not state.is_over:
-        parts += [f"{100 * done:.0f} percent done"] if done is not None else []
-        parts += [left] if left and status(state) != "failing" else []
-        loss = _loss_figure(state)
-        parts += [f"loss {loss.value}"] if loss is not None else []
-    return ", ".join(parts)
-
-
 def title(state: RunState, now: float) -> str:
     """Draw the status of the run, its name, and what it runs on."""
-    failed = state.status == "failed" and verdict.find_culprit(state) is not None
-    is_below = _is_restarted(state) or failed or _has_own_card(state)
+    has_failed = state.status == "failed" and verdict.find_culprit(state) is not None
+    is_below = has_failed or run_texts.is_restarted(state) or run_texts.has_ended_badly(state)
     message = "" if is_below else state.message
     host = [] if state.is_over or state.host is not None else run_texts.lines(state)
-    lines = [message[:600], phases(state, now), *host]
     below = "".join(
         f'<div style="{theme.SOFT};overflow-wrap:anywhere">{escape(line)}</div>'
-        for line in lines
+        for line in [message[:600], run_texts.phase(state, now), *host]
         if line
     )
     facts = escape(run_texts.facts(state, now, brief=True))
@@ -93,79 +60,14 @@ def title(state: RunState, now: float) -> str:
     line = ""
     if state.cell is not None:
         line = f'<span style="{theme.MONO};{theme.SOFT}">{escape(shorten(state.name, 60))}</span>'
-    word, text = headline(state, now)
+    key, text = run_texts.headline(state, now)
     return (
         '<div style="display:flex;flex-wrap:wrap;gap:2px 8px;align-items:baseline">'
-        f'{theme.sign(word)}<b style="font-size:16px;font-weight:600;overflow-wrap:anywhere">'
+        f'{theme.sign(key)}<b style="font-size:16px;font-weight:600;overflow-wrap:anywhere">'
         f"{escape(shorten(state.title, 120))}{number}</b>{line}"
         f'<span style="font-weight:600">{escape(text)}</span>'
         f'<span style="{theme.SOFT}">{facts}</span></div>{below}'
     )
-
-
-def headline(state: RunState, now: float) -> tuple[str, str]:
-    """Return the key of the status in `theme.STATUS`, and the status in a few words."""
-    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
-    word, text = style_name(state), status(state)
-    if word == "stuck":
-        text = f"stuck for {theme.clock(eta.stuck_seconds(state, now))}"
-    elif word == "running" and slow:
-        word, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
-    elif word == "running":
-        text = _phase(state) or text
-    return word, text
-
-
-def phases(state: RunState, now: float) -> str:
-    """Return what a run does before its first step, and for how long; empty after that step."""
-    ranks = [rank for rank in state.ranks if not rank.is_over]
-    waiting = state.status in ("starting", "running") and not state.message
-    if not waiting or not ranks or any(_has_moved(rank) for rank in state.ranks):
-        return ""
-    size = state.world_size
-    began = [rank.started for rank in ranks if rank.started is not None]
-    if len(began) < len(ranks):
-        count = f" {len(began)}/{size}" if size > 1 else ""
-        return f"starting the ranks{count} · {run_texts.whole_seconds(state.elapsed(now))}"
-    return " › ".join(_list_phases(state, now))
-
-
-def _list_phases(state: RunState, now: float) -> list[str]:
-    """Return the phases of the foremost rank before its first step, each with its seconds."""
-    rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
-    known = [("", rank.started or now), *rank.phases]
-    if rank.progress is not None and not rank.phase:
-        known.append(("first batch", rank.progress.time - rank.progress.elapsed))
-    parts = []
-    for (name, begin), (_, end) in zip(known, [*known[1:], ("", now)], strict=True):
-        if end is now or end - begin >= 1:
-            text = _describe_phase(name, state) if end is now else name or "your code"
-            parts.append(f"{text} · {run_texts.whole_seconds(max(0.0, end - begin))}")
-    return parts
-
-
-def _describe_phase(name: str, state: RunState) -> str:
-    """Return the present phase of ranks in words."""
-    if name != "joining":
-        return name or "your code, before the first step"
-    size, joined = state.world_size, sum(rank.phase == name for rank in state.ranks)
-    return f"joining the others: {joined} of {plural(size, 'rank')} there"
-
-
-def _phase(state: RunState) -> str:
-    """Return the phase before the first step, for the headline; empty if it is unknown."""
-    if any(_has_moved(rank) for rank in state.ranks):
-        return ""
-    phases = [rank.phase for rank in state.ranks if rank.phase]
-    if joining := phases.count("joining"):
-        return f"joining {joining}/{state.world_size}"
-    return next(iter(phases), "") or (
-        "first batch" if any(rank.progress for rank in state.ranks) else ""
-    )
-
-
-def _has_moved(rank: RankState) -> bool:
-    return bool(rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps))
 
 
 def _draw_problem(state: RunState) -> str:
@@ -173,35 +75,14 @@ def _draw_problem(state: RunState) -> str:
     culprit = verdict.find_culprit(state)
     if culprit is not None:
         return card(theme.BAD, _draw_failure(culprit, state))
-    text = trouble(state)
+    text = run_texts.trouble(state)
     if not text:
         return ""
     tones = theme.STUCK if run_texts.is_stuck(state) else theme.WARN
-    tones = theme.tones(state.status) if _has_own_card(state) else tones
-    advice = "" if _is_restarted(state) else next_step(state)
+    tones = theme.tones(state.status) if run_texts.has_ended_badly(state) else tones
+    advice = "" if run_texts.is_restarted(state) else next_step(state)
     text = theme.format_code(shorten(text, 1000))
     return card(tones, f'<span style="font-weight:600">{text}</span>{advice}')
-
-
-def trouble(state: RunState) -> str:
-    """Return the problem of a run as a whole, in a sentence; "" without one."""
-    if _is_restarted(state):
-        return f"attempt {state.attempt - 1} ended: {state.message}"
-    if not _has_own_card(state):
-        return run_texts.hang(state)
-    # The last sentence of the message after a timeout is the advice, which is drawn apart.
-    return verdict.describe_timeout(state) if state.status == "timed out" else state.message
-
-
-def _has_own_card(state: RunState) -> bool:
-    """Return whether a run ended badly though no rank caused that."""
-    is_bad = state.status in ("failed", "lost", "timed out")
-    return is_bad and bool(state.message) and verdict.find_culprit(state) is None
-
-
-def _is_restarted(state: RunState) -> bool:
-    """Return whether the run's message is the reason why it was restarted."""
-    return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
 
 
 def _draw_failure(rank: RankState, state: RunState) -> str:
@@ -250,7 +131,7 @@ def card(tones: theme.Tones, inner: str) -> str:
 
 def _draw_bar(state: RunState) -> str:
     """Draw the bar of the run, with a piece for each epoch; its end is open if that is unknown."""
-    done, fill = eta.run_fraction(state), theme.tones(style_name(state)).colour
+    done, fill = eta.run_fraction(state), theme.tones(run_texts.tone(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
     epochs, tail = eta.total_epochs(state), ""
     most = 60
@@ -341,25 +222,26 @@ def _done_figure(state: RunState) -> Figure | None:
     if done is None:
         places = tuple(filter(None, [where, more]))
         return Figure("at", places[0], places[1:]) if places else None
-    first = eta.first_epoch(state)
+    first = eta.progress(state).first_epoch
     name = "done" if first <= 1 else f"done from epoch {first} on"
     return Figure(name, f"{int(100 * done)} %", (more or where,))
 
 
 def _time_figure(state: RunState, now: float) -> Figure | None:
-    if state.is_over or status(state) == "failing":
+    if state.is_over or run_texts.status(state) == "failing":
         return None
     if run_texts.is_stuck(state):
         return Figure("left", "unknown", ("while it is stuck",))
-    seconds = eta.seconds_left(state, now)
+    progress = eta.progress(state, now)
+    seconds = progress.remaining
     if seconds is not None:
         at = time.strftime("%H:%M", time.localtime(now + seconds))
         day = "" if seconds < 72_000 else time.strftime(" on %a", time.localtime(now + seconds))
         return Figure("left", eta.format_coarse(seconds), (f"ends at {at}{day}",))
-    in_epoch = eta.seconds_left_in_epoch(state, now)
-    if in_epoch is None:
+    if progress.epoch is None or progress.remaining_in_epoch is None:
         return None
-    return Figure("left in this epoch", eta.format_coarse(in_epoch), ("of the run: unknown",))
+    left = eta.format_coarse(progress.remaining_in_epoch)
+    return Figure("left in this epoch", left, ("of the run: unknown",))
 
 
 def _loss_figure(state: RunState) -> Figure | None:
@@ -479,7 +361,7 @@ def _throughput(state: RunState) -> Figure | None:
         return Figure("samples/s", format_rate(present), tuple(remarks))
     if per_step:
         return Figure("steps/s", per_step)
-    if _phase(state):
+    if run_texts.phase(state, state.created):
         return None
     moving = [
         (rank.bar.rate, rank_texts.rate(rank)) for rank in state.ranks if rank.bar is not None

@@ -98,13 +98,6 @@ def sign(status: str) -> str:
     return f'<span aria-hidden="true" style="color:{colour}">{shape}</span>'
 
 
-def clock(seconds: float) -> str:
-    """Return seconds as a clock shows them: ``0:42``, ``1:02:07``."""
-    minutes, rest = divmod(int(min(seconds, 1e9)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def format_code(text: str) -> str:
     """Escape a text and format the parts between backticks as code."""
     style = f"{MONO};background:rgba(128,128,128,.15);border-radius:3px;padding:0 3px"

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...tracking import limits as tracking_limits
 from ...tracking.state import RunState
-from .. import limits
-from ..board import board, header
+from .. import limits, run_texts
+from ..board import board
 from .html_display import Display, Pace, bundle, show
 from .kernel_comms import Pump
 from .widget_controls import Controls
@@ -109,7 +109,7 @@ class WidgetDisplay(Display):
 
     def _update_status(self, state: RunState, now: float) -> None:
         """Have a screen reader read the status when it changes, and every few seconds."""
-        status = header.status(state)
+        status = run_texts.status(state)
         if status != self._last_status[0] or now - self._last_status[1] >= limits.REPORT_INTERVAL_S:
             self._last_status = status, now
             self._status_html.value = board.draw_screen_reader_status(state, now)
