@@ -202,9 +202,7 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _loss_figure(state),
         *_best_figures(state),
         _throughput(state),
-        _devices_figure(state),
-        _result_figure(state),
-        _memory_figure(state),
+        *(_end_figures(state) if state.is_over else [_devices_figure(state)]),
     ]
     return [figure for figure in known if figure is not None][: CANVAS.figures_per_row]
 
@@ -332,19 +330,6 @@ def _step(x: float) -> str:
     return f"step {format_number(round(x))}"
 
 
-def _mean_throughput(state: RunState) -> Figure | None:
-    """Return the throughput of a run that has ended. Its last rate may be that of a pause."""
-    trained = [rank.progress for rank in state.ranks if rank.progress is not None]
-    steps = rank_texts.steps_per_second(trained)
-    if steps is None:
-        return None
-    rate = f"{format_rate(steps)} steps/s"
-    samples = sum((each.samples or 0) / each.elapsed for each in trained if each.elapsed > 0)
-    if samples:
-        return Figure("samples/s", format_rate(samples), ("on average", rate))
-    return Figure("steps/s", format_rate(steps), ("on average",))
-
-
 def _throughput(state: RunState) -> Figure | None:
     if state.is_over:
         return _mean_throughput(state)
@@ -361,54 +346,58 @@ def _throughput(state: RunState) -> Figure | None:
         return Figure("samples/s", format_rate(present), tuple(remarks))
     if per_step:
         return Figure("steps/s", per_step)
-    if run_texts.phase(state, state.created):
+    moving = [rank for rank in state.ranks if rank.bar is not None and rank_texts.rate(rank)]
+    if not moving or run_texts.phase(state, state.created):
         return None
-    moving = [
-        (rank.bar.rate, rank_texts.rate(rank)) for rank in state.ranks if rank.bar is not None
-    ]
-    shown = [text for _, text in sorted((r, text) for r, text in moving if r and text)]
-    return Figure("throughput", shown[0], ("of a rank",)) if shown else None
+    slowest = min(moving, key=lambda rank: rank.bar.rate if rank.bar and rank.bar.rate else 0.0)
+    return Figure("throughput", rank_texts.rate(slowest), ("of a rank",))
 
 
-def _result_figure(state: RunState) -> Figure | None:
-    """Return the result of the ranks if it is short."""
+def _mean_throughput(state: RunState) -> Figure | None:
+    """Return the throughput of a run that has ended. Its last rate may be that of a pause."""
+    trained = [rank.progress for rank in state.ranks if rank.progress is not None]
+    steps = rank_texts.steps_per_second(trained)
+    if steps is None:
+        return None
+    samples = sum((each.samples or 0) / each.elapsed for each in trained if each.elapsed > 0)
+    if samples:
+        remarks = "on average", f"{format_rate(steps)} steps/s"
+        return Figure("samples/s", format_rate(samples), remarks)
+    return Figure("steps/s", format_rate(steps), ("on average",))
+
+
+def _end_figures(state: RunState) -> Iterator[Figure]:
+    """Yield the result of an ended run if it is short, and the most memory that a rank used.
+
+    The memory is that of its GPU if it has one.
+    """
     returned = run_texts.results(state)
-    if not state.is_over or not returned or len(returned[0].text) > 12:
-        return None
-    return Figure("result", returned[0].text, (f"of {returned[0].ranks}",))
-
-
-def _memory_figure(state: RunState) -> Figure | None:
-    """Return the most memory that a rank of an ended run used, on its GPU if it has one."""
+    if returned and len(returned[0].text) <= 12:
+        yield Figure("result", returned[0].text, (f"of {returned[0].ranks}",))
     gpu = [r.usage.most_gpu_memory for r in state.ranks if r.usage.most_gpu_memory]
     most = gpu or [r.usage.most_memory for r in state.ranks if r.usage.most_memory]
-    if not state.is_over or not most:
-        return None
-    return Figure(
-        "GPU memory" if gpu else "memory", format_bytes(max(most)), ("at most, of a rank",)
-    )
+    if most:
+        name = "GPU memory" if gpu else "memory"
+        yield Figure(name, format_bytes(max(most)), ("at most, of a rank",))
 
 
 def _devices_figure(state: RunState) -> Figure | None:
     """Return how busy the GPUs or the ranks' cores are, with the most memory of one of them."""
-    if state.is_over:
-        return None
     gpus = [gpu for host in state.hosts.values() for gpu in host.gpus]
-    busy = [gpu[4] for gpu in gpus if isinstance(gpu[4], (int, float))]
-    name, memory = "GPUs busy" if len(gpus) > 1 else "GPU busy", ""
     if gpus:
+        name = "GPUs busy" if len(gpus) > 1 else "GPU busy"
+        busy = [gpu[4] for gpu in gpus if isinstance(gpu[4], (int, float))]
         fullest = max(gpus, key=lambda gpu: gpu[2])
-        memory = f"{format_bytes_of(fullest[2], fullest[3])}"
+        remarks = [format_bytes_of(fullest[2], fullest[3])]
     else:
-        busy = [100 * r.usage.cpu for r in state.ranks if r.usage.cpu is not None and not r.is_over]
         name = "CPU of a rank"
+        busy = [100 * r.usage.cpu for r in state.ranks if r.usage.cpu is not None and not r.is_over]
         used = [r.usage.memory for r in state.ranks if r.usage.memory is not None]
-        memory = format_bytes(max(used)) if used else ""
+        remarks = [format_bytes(max(used))] if used else []
     if not busy:
         return None
     low, high = f"{min(busy):.0f}", f"{max(busy):.0f}"
     host = state.host
-    remarks = [memory] if memory else []
     if host is not None and host.limit:
         remarks.append(f"host {format_bytes_of(host.used, host.limit)}")
     return Figure(name, f"{low if low == high else f'{low}–{high}'} %", tuple(remarks))
