@@ -30,12 +30,12 @@ CEILINGS = {
     "engines": Ceiling(1_650, 5.2, 0.0, 13),
     "hangs": Ceiling(1_730, 4.7, 1.4, 23),
     "lifecycle": Ceiling(2_020, 5.9, 1.2, 25),
-    "parts": Ceiling(7_160, 3.2, 0.9, 65),
+    "parts": Ceiling(7_150, 3.2, 0.8, 62),
     "planning": Ceiling(2_030, 5.0, 0.0, 7),
     "system": Ceiling(1_430, 5.6, 0.6, 10),
     "tracking": Ceiling(2_710, 3.2, 0.9, 50),
     "transport": Ceiling(2_760, 2.6, 0.0, 16),
-    "ui": Ceiling(3_720, 4.1, 1.2, 22),
+    "ui": Ceiling(3_550, 3.8, 1.0, 8),
     "worker": Ceiling(3_810, 3.8, 0.0, 31),
 }
 

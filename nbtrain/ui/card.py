@@ -21,8 +21,7 @@ from . import run_texts
 from .board import canvas, charts, header, strips, theme
 from .board.canvas import CANVAS, SOFT, draw_text
 
-_WIDTH_PX, _MARGIN_PX = 600, 16
-_INNER_PX = _WIDTH_PX - 2 * _MARGIN_PX
+_INNER_PX = CANVAS.card_px - 2 * CANVAS.card_margin_px
 
 _LIGHT, _DARK = ("#ffffff", "#1c1c1c", "#cfcfcf"), ("#15181d", "#e8eaed", "#3a3f47")
 """The colours of background, text and edge in each form."""
@@ -72,7 +71,7 @@ def _png(svg: str) -> bytes:
 
 def image(card: Card) -> str:
     """Draw a card as an image in a page, with the advice how to copy it."""
-    size = f'width="{_WIDTH_PX}" style="display:block;max-width:100%;height:auto"'
+    size = f'width="{CANVAS.card_px}" style="display:block;max-width:100%;height:auto"'
     picture = theme.image(card.svg, escape(card.title, quote=True), size)
     return f'{picture}<div style="font-size:11px;{theme.SOFT}">{_HOW}</div>'
 
@@ -82,14 +81,14 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.mark_slow_ranks(state)
     pieces = [_header(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
-    inner, y = "", _MARGIN_PX
+    inner, y = "", CANVAS.card_margin_px
     for drawn, height in pieces:
         if drawn:
-            inner += f'<g transform="translate({_MARGIN_PX} {y})">{drawn}</g>'
+            inner += f'<g transform="translate({CANVAS.card_margin_px} {y})">{drawn}</g>'
             y += height + 10
-    below = f'<rect x=".5" y=".5" width="{_WIDTH_PX - 1}" height="{y - 1}" rx="8" fill="{ground}" '
-    below += f'stroke="{edge}"/>'
-    svg = canvas.draw_svg(f"{below}{inner}", _WIDTH_PX, y, ink)
+    size = f'width="{CANVAS.card_px - 1}" height="{y - 1}"'
+    below = f'<rect x=".5" y=".5" {size} rx="8" fill="{ground}" stroke="{edge}"/>'
+    svg = canvas.draw_svg(f"{below}{inner}", CANVAS.card_px, y, ink)
     return Card(svg, shorten(run_texts.sentence(state, now), 200))
 
 

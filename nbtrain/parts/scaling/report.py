@@ -80,8 +80,9 @@ class ScalingReport:
         highest = max(last / base, *(row["high"] for row in self.rows))
         y = axes.value_scale(0.0, highest, 4)
         panel = Panel(axes.Scale(0.0, last, ()), y, CANVAS.top_px, _PANEL_PX, _WIDTH_PX)
-        marks = panel.grid() + panel.dashed([(base, 1), (last, last / base)], theme.BLUE, "4 4", 1)
-        marks += panel.line([(row["ranks"], row["speedup"]) for row in self.rows], theme.BLUE)
+        ideal = [(base, 1), (last, last / base)]
+        marks = panel.grid() + panel.draw_dashed(ideal, theme.BLUE, "4 4", 1)
+        marks += panel.draw_line([(row["ranks"], row["speedup"]) for row in self.rows], theme.BLUE)
         bottom = panel.top + panel.height
         labels = [
             *panel.values(),
@@ -90,7 +91,7 @@ class ScalingReport:
         ]
         for row in self.rows:
             ranks = row["ranks"]
-            marks += panel.line([(ranks, row["low"]), (ranks, row["high"])], theme.BLUE, 5)
+            marks += panel.draw_line([(ranks, row["low"]), (ranks, row["high"])], theme.BLUE, 5)
             labels.append(Label(ranks / last, bottom + 12, str(ranks), "middle"))
         drawn = f"{marks}{draw_labels(labels, _WIDTH_PX)}"
         size = _WIDTH_PX + CANVAS.left_px + CANVAS.right_px, round(bottom) + 44

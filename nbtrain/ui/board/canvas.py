@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 
 class Canvas(NamedTuple):
-    """Sizes of a board and its canvas, whose width in units is stretched to the page."""
+    """Sizes of a board, whose width in units is stretched to the page, and of a card."""
 
     width_units: int = 1000
     loss_px: int = 190
@@ -33,6 +33,9 @@ class Canvas(NamedTuple):
     charts_per_row: int = 5
     figures_per_row: int = 6
     """Small charts and key figures beside each other."""
+    card_px: int = 600
+    card_margin_px: int = 16
+    """The width of a card, and the space around what it shows."""
     last_middle: float = 0.98
     """The last place (0 to 1) whose label is centred on it. A label further right ends there."""
 
@@ -88,13 +91,15 @@ class Panel:
             last = at
         return "".join(parts).replace(" -", "-")
 
-    def line(self, points: Iterable[Point], colour: str, width: float = 2, more: str = "") -> str:
+    def draw_line(
+        self, points: Iterable[Point], colour: str, width: float = 2, more: str = ""
+    ) -> str:
         """Draw a line through points."""
-        return draw_line(self.path(points), colour, width, more)
+        return draw_path(self.path(points), colour, width, more)
 
-    def dashed(self, points: Iterable[Point], colour: str, dash: str, width: float = 2) -> str:
+    def draw_dashed(self, points: Iterable[Point], colour: str, dash: str, width: float = 2) -> str:
         """Draw a dashed line through points."""
-        return self.line(points, colour, width, f' stroke-dasharray="{dash}"')
+        return self.draw_line(points, colour, width, f' stroke-dasharray="{dash}"')
 
     def area(self, points: Iterable[Point], colour: str, opacity: float) -> str:
         """Fill the area that points enclose."""
@@ -103,7 +108,7 @@ class Panel:
     def dot(self, point: Point, colour: str, width: int = 6, more: str = "") -> str:
         """Draw a point as a line without length: its round ends stay round when stretched."""
         x, y = self.at(point)
-        return draw_line(f"M{x} {y}h0", colour, width, f' stroke-linecap="round"{more}')
+        return draw_path(f"M{x} {y}h0", colour, width, f' stroke-linecap="round"{more}')
 
     def grid(self) -> str:
         """Draw a faint line across for each value."""
@@ -116,7 +121,7 @@ class Panel:
         return [Label(0, y, text, "left") for y, text in zip(places, self.y.labels, strict=True)]
 
 
-def draw_line(path: str, colour: str, width: float, more: str = "") -> str:
+def draw_path(path: str, colour: str, width: float, more: str = "") -> str:
     """Draw a path as a line. Its width stays when the picture is stretched."""
     look = f'stroke="{colour}" stroke-width="{width:g}"{more}'
     return f'<path d="{path}" fill="none" {look} {theme.FIXED}/>'
@@ -124,7 +129,7 @@ def draw_line(path: str, colour: str, width: float, more: str = "") -> str:
 
 def draw_rule(path: str, opacity: float, more: str = "") -> str:
     """Draw a faint line of an axis; nothing for an empty path."""
-    return draw_line(path, "#888", 1, f' stroke-opacity="{opacity}"{more}') if path else ""
+    return draw_path(path, "#888", 1, f' stroke-opacity="{opacity}"{more}') if path else ""
 
 
 def label_tick(x: float, y: float, text: str, is_strong: bool = False) -> Label:

@@ -280,7 +280,7 @@ def _draw_loss(
     if state.previous is not None and state.previous.metric == curve.name:
         points = _points_within(state.previous, panel)
         if points:
-            marks += panel.dashed(points, theme.GREY, "2 3", 1.5)
+            marks += panel.draw_dashed(points, theme.GREY, "2 3", 1.5)
             label, below = _end_label(points, state.previous.number, panel)
             ends.append((label._replace(is_strong=False), below))
     _, begins = present_training(state)
@@ -291,7 +291,7 @@ def _draw_loss(
     if curve.twin is not None:
         name, twin = curve.twin
         points = [(b.x, b.mean) for b in twin.thin(64)]
-        marks += panel.dashed(points, theme.PURPLE, "5 3")
+        marks += panel.draw_dashed(points, theme.PURPLE, "5 3")
         marks += "".join(panel.dot(p, theme.PURPLE) for p in points if len(points) <= 24)
         marks += _draw_best(name, twin.since(begins), panel, theme.PURPLE)
         newest = "nan" if twin.last is None else format_number(twin.last)
@@ -313,12 +313,12 @@ def _points_within(previous: PreviousRun, panel: Panel) -> list[Point]:
 def _draw_line(series: Series, line: Sequence[Point], panel: Panel, points: int) -> str:
     """Draw up to `points` measured values faint, the curve strong, and its newest point."""
     band = series.thin(points)
-    strong = panel.line(line, theme.BLUE) + panel.dot(line[-1], theme.BLUE)
+    strong = panel.draw_line(line, theme.BLUE) + panel.dot(line[-1], theme.BLUE)
     if len(series.ends) > 1:
         edge = [*((b.x, b.high) for b in band), *((b.x, b.low) for b in reversed(band))]
         return panel.area(edge, theme.BLUE, 0.22) + strong
     measured = ((b.x, b.mean) for b in band)
-    return panel.line(measured, theme.BLUE, 1, ' stroke-opacity=".35"') + strong
+    return panel.draw_line(measured, theme.BLUE, 1, ' stroke-opacity=".35"') + strong
 
 
 def _draw_best(name: str, series: Series, panel: Panel, colour: str = theme.BLUE) -> str:
@@ -378,7 +378,7 @@ def _draw_rate(
     highest = max((y for _, y in line), default=1.0) or 1.0
     panel = Panel(x, axes.Scale(0.0, 1.1 * highest, ()), top, CANVAS.rate_px, width)
     floor = [(line[-1][0], 0.0), (line[0][0], 0.0)]
-    marks = panel.area([*line, *floor], theme.GREY, 0.15) + panel.line(line, theme.GREY, 1.5)
+    marks = panel.area([*line, *floor], theme.GREY, 0.15) + panel.draw_line(line, theme.GREY, 1.5)
     label, _ = _end_label(line, "" if is_stuck(state) else curve.newest, panel)
     label = label._replace(y=top + CANVAS.rate_px - 8, is_strong=False)
     return marks, [Label(0, top + CANVAS.rate_px / 2, curve.name, "left"), label]
@@ -515,7 +515,7 @@ def _draw_small(
     marks = panel.grid() + _draw_line(curve.series, line, panel, 64)
     if curve.twin is not None:
         twin = ((b.x, b.mean) for b in curve.twin[1].thin(64))
-        marks += panel.dashed(twin, theme.PURPLE, "5 3")
+        marks += panel.draw_dashed(twin, theme.PURPLE, "5 3")
     marks += _draw_best(curve.name, curve.series, panel)
     labels = panel.values()[:: max(1, len(panel.y.ticks) - 1)]
     name = f'<b style="font-weight:600;{theme.CUT}">{escape(curve.name[:40])}</b>'
