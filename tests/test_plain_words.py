@@ -35,7 +35,7 @@ CEILINGS = {
     "system": Ceiling(1_430, 5.6, 0.6, 10),
     "tracking": Ceiling(2_710, 3.2, 0.9, 50),
     "transport": Ceiling(2_540, 2.6, 0.0, 6),
-    "ui": Ceiling(3_720, 4.1, 1.2, 22),
+    "ui": Ceiling(3_550, 3.8, 1.0, 8),
     "worker": Ceiling(3_810, 3.8, 0.0, 31),
 }
 

@@ -18,12 +18,11 @@ from ..system.text import plural, shorten
 from ..tracking.overview import stragglers
 from ..tracking.state import RunState
 from . import run_texts
-from .board import canvas, header, strips, theme
-from .board.layout import CANVAS, CARD
+from .board import canvas, charts, header, strips, theme
+from .board.canvas import CANVAS, SOFT, draw_text
 
-_INNER_PX = CARD.width_px - 2 * CARD.margin_px
+_INNER_PX = CANVAS.card_px - 2 * CANVAS.card_margin_px
 
-_SOFT = ' opacity=".75"'
 _LIGHT, _DARK = ("#ffffff", "#1c1c1c", "#cfcfcf"), ("#15181d", "#e8eaed", "#3a3f47")
 """The colours of background, text and edge in each form."""
 
@@ -72,7 +71,7 @@ def _png(svg: str) -> bytes:
 
 def image(card: Card) -> str:
     """Draw a card as an image in a page, with the advice how to copy it."""
-    size = f'width="{CARD.width_px}" style="display:block;max-width:100%;height:auto"'
+    size = f'width="{CANVAS.card_px}" style="display:block;max-width:100%;height:auto"'
     picture = theme.image(card.svg, escape(card.title, quote=True), size)
     return f'{picture}<div style="font-size:11px;{theme.SOFT}">{_HOW}</div>'
 
@@ -82,28 +81,20 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.mark_slow_ranks(state)
     pieces = [_header(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
-    width, inner, y = CARD.width_px, "", CARD.margin_px
+    inner, y = "", CANVAS.card_margin_px
     for drawn, height in pieces:
         if drawn:
-            inner += f'<g transform="translate({CARD.margin_px} {y})">{drawn}</g>'
+            inner += f'<g transform="translate({CANVAS.card_margin_px} {y})">{drawn}</g>'
             y += height + 10
-    below = f'<rect x=".5" y=".5" width="{width - 1}" height="{y - 1}" rx="8" fill="{ground}" '
-    below += f'stroke="{edge}"/>'
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
-        f'viewBox="0 0 {width} {y}" font-family="system-ui,sans-serif" fill="{ink}">'
-        f"{below}{inner}</svg>"
-    )
-    return Card(svg, shorten(header.sentence(state, now), 200))
-
-
-def _text(x: float, y: float, text: str, size: float, more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}"{more}>{escape(text)}</text>'
+    size = f'width="{CANVAS.card_px - 1}" height="{y - 1}"'
+    below = f'<rect x=".5" y=".5" {size} rx="8" fill="{ground}" stroke="{edge}"/>'
+    svg = canvas.draw_svg(f"{below}{inner}", CANVAS.card_px, y, ink)
+    return Card(svg, shorten(run_texts.sentence(state, now), 200))
 
 
 def _header(state: RunState, now: float) -> tuple[str, int]:
     """Draw the status, the name and the devices of the run. Return also the height in pixels."""
-    word, status = header.headline(state, now)
+    word, status = run_texts.headline(state, now)
     colour, sign = theme.tones(word)
     number = "" if state.number is None else f" #{state.number}"
     name = shorten(state.title, 40) + number
@@ -111,12 +102,12 @@ def _header(state: RunState, now: float) -> tuple[str, int]:
     facts = [plural(state.world_size, "rank"), run_texts.devices(state)]
     facts += [state.precision] if state.precision != "no" else []
     facts += [time.strftime("%-d %b %Y", time.localtime(state.created))]
-    head = _text(0, 18, sign, 16, f' fill="{colour}" stroke="{colour}" font-weight="700"')
+    head = draw_text(0, 18, sign, 16, f' fill="{colour}" stroke="{colour}" font-weight="700"')
     line = f'<tspan font-weight="600">{escape(name)}</tspan>'
     head += (
         f'<text x="22" y="18" font-size="17">{line}<tspan dx="8">{escape(status)}</tspan></text>'
     )
-    return head + _text(0, 40, shorten(" · ".join(facts), 92), 12, _SOFT), 42
+    return head + draw_text(0, 40, shorten(" · ".join(facts), 92), 12, SOFT), 42
 
 
 def _figures(state: RunState, now: float) -> tuple[str, int]:
@@ -131,10 +122,10 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
         number, star, _ = value.partition(
             "★"
         )  # few fonts have the star: apart, it keeps the font of digits
-        drawn += _text(x, 11, name, 11, _SOFT)
-        drawn += _text(x, 33, number.rstrip(), 20, ' font-weight="600"')
-        drawn += _text(x + 10.6 * len(number.rstrip()) + 3, 32, star, 15) if star else ""
-        drawn += _text(x, 48, remark, 11, _SOFT)
+        drawn += draw_text(x, 11, name, 11, SOFT)
+        drawn += draw_text(x, 33, number.rstrip(), 20, ' font-weight="600"')
+        drawn += draw_text(x + 10.6 * len(number.rstrip()) + 3, 32, star, 15) if star else ""
+        drawn += draw_text(x, 48, remark, 11, SOFT)
         x += width
     return drawn, 50
 
@@ -148,7 +139,7 @@ def _trouble(state: RunState) -> tuple[str, int]:
         lines = [head, shorten(" ".join(verdict.describe_rank_failure(rank, state).split()), 90)]
     else:
         note = state.notes[0] if state.flaw and state.notes else ""
-        text = (header.trouble(state) or note).replace("`", "")
+        text = (run_texts.trouble(state) or note).replace("`", "")
         lines = wrap(shorten(text, 270), 92)
     if not lines:
         return "", 0
@@ -157,35 +148,25 @@ def _trouble(state: RunState) -> tuple[str, int]:
     drawn = f'<rect width="5" height="{height}" fill="{tones.colour}"/>'
     for number, line in enumerate(lines):
         bold = ' font-weight="600"' if rank is not None and not number else ""
-        drawn += _text(14, 14 + 18 * number, line, 12, bold)
+        drawn += draw_text(14, 14 + 18 * number, line, 12, bold)
     return drawn, height + 2
 
 
 def _canvas(state: RunState, now: float) -> tuple[str, int]:
     """Draw the curves and the strips as a board does, with labels that are part of the picture."""
-    curves = canvas.curves_of(state)[:1]
+    curves = charts.curves_of(state)[:1]
     width = _INNER_PX - CANVAS.left_px - CANVAS.right_px
-    picture = canvas.draw_canvas(state, now, curves, canvas.rate_of(state), width=width)
+    picture = charts.draw_picture(state, now, curves, charts.rate_of(state), width=width)
     if picture is None:
         return "", 0
-    drawn = picture.marks
-    for label in picture.labels:
-        x, anchor = {
-            "start": (width * label.x + 6, "start"),
-            "begin": (width * label.x - 3, "start"),
-            "end": (width * label.x - 6, "end"),
-            "middle": (width * label.x, "middle"),
-            "left": (-8.0, "end"),
-        }[label.anchor]
-        look = ' font-weight="600"' if label.is_strong else _SOFT
-        drawn += _text(x, label.y + 4, label.text, 11.5, f' text-anchor="{anchor}"{look}')
+    drawn = picture.marks + canvas.draw_labels(picture.labels, width)
     x, y, height = 0.0, picture.height + 12, picture.height
     for letter, name in picture.strips.legend if picture.strips is not None else []:
         colour, height = strips.LOOKS[letter][0], picture.height + 14
         drawn += f'<rect x="{x:g}" y="{y - 8}" width="12" height="8" fill="{colour}"/>'
-        drawn += _text(x + 17, y, name, 10.5, _SOFT)
+        drawn += draw_text(x + 17, y, name, 10.5, SOFT)
         x += 5.6 * len(name) + 34
     has_room = x + 5.6 * len(picture.band) < width - 50
-    drawn += _text(x, y, picture.band, 10.5, _SOFT) if has_room else ""
-    drawn += _text(width, y, "nbtrain", 10.5, f' text-anchor="end"{_SOFT}')
+    drawn += draw_text(x, y, picture.band, 10.5, SOFT) if has_room else ""
+    drawn += draw_text(width, y, "nbtrain", 10.5, f' text-anchor="end"{SOFT}')
     return f'<g transform="translate({CANVAS.left_px} 0)">{drawn}</g>', height

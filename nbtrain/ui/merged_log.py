@@ -9,8 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ..tracking import events as ev
 from ..tracking.state import RankState, RunState
-from .limits import MAX_MERGED_LOGS, MIN_GROUP_RANKS
+from .limits import MAX_RANK_ROWS
 
 _NUMBER = re.compile(r"(?<![\w.,:-])\d+(?![\w:]|[.,]\d)")
 """A whole number that stands alone."""
@@ -29,6 +30,13 @@ def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
     return lines
 
 
+def cut_traceback(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """Return lines of a rank without the traceback that ended it."""
+    if ev.TRACEBACK_FOLLOWS not in lines:
+        return lines
+    return lines[: -1 - lines[::-1].index(ev.TRACEBACK_FOLLOWS)]
+
+
 def last_lines(
     ranks: Sequence[RankState], state: RunState, count: int
 ) -> dict[int, tuple[str, ...]]:
@@ -45,10 +53,7 @@ def last_lines(
         general[rank] = {line: text for line, text in changed.items() if text != line}
     counts = Counter(text for texts in general.values() for text in {*texts.values()})
     return {
-        rank: tuple(
-            texts[line] if counts[texts.get(line, "")] >= MIN_GROUP_RANKS else line
-            for line in logs[rank]
-        )
+        rank: tuple(texts[line] if counts[texts.get(line, "")] > 2 else line for line in logs[rank])
         for rank, texts in general.items()
     }
 
@@ -82,11 +87,11 @@ def merge_groups(
 def merge_logs(logs: Mapping[int, Sequence[str]]) -> Iterator[tuple[list[int], str]]:
     """Yield each line of the logs with its ranks.
 
-    Logs beyond `MAX_MERGED_LOGS` different ones follow one after the other.
+    Logs beyond `MAX_RANK_ROWS` different ones follow one after the other.
     """
     groups = group_logs(logs)
-    yield from merge_groups(groups[:MAX_MERGED_LOGS])
-    yield from ((ranks, line) for ranks, lines in groups[MAX_MERGED_LOGS:] for line in lines)
+    yield from merge_groups(groups[:MAX_RANK_ROWS])
+    yield from ((ranks, line) for ranks, lines in groups[MAX_RANK_ROWS:] for line in lines)
 
 
 class _Stack:

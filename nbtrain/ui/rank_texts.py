@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from statistics import median
 
+from ..hangs import verdict
 from ..system.text import format_bytes, format_duration, format_number, format_rate
 from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
@@ -207,49 +208,56 @@ def compilations(rank: RankState) -> str:
     return f"{rank.compiled[0]} in {format_duration(rank.compiled[1])}"
 
 
-class Comparison:
-    """Compares single ranks with the median of all."""
+_URGENCY = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2, "not joined yet": 3}
+"""The order of ranks that have a row of their own, by their badge."""
 
-    def __init__(self, state: RunState) -> None:
-        moving = [rank for rank in state.ranks if not rank.is_over]
-        self._shares = {rank.rank: fraction(rank) for rank in moving}
-        self._done = _median(self._shares.values())
-        self._waits = _median(_data_wait(rank) for rank in moving)
-        self._memory = _median(memory_bytes(rank) for rank in moving)
-        self._are_few = len(state.ranks) < limits.MIN_GROUP_RANKS
 
-    def reason(self, rank: RankState) -> str:
-        """Return how a rank differs, ``12 % behind · waits for data 31 %``; empty if not at all."""
-        if self._are_few or rank.is_over:
-            return ""
-        reasons = []
-        done, memory = self._shares[rank.rank], memory_bytes(rank)
-        if done is not None and self._done - done >= limits.MIN_GAP_SHARE:
-            reasons.append(f"{100 * (self._done - done):.0f} % behind")
-        if self.waits_longer(rank):
-            reasons.append(f"waits for data {100 * (_data_wait(rank) or 0.0):.0f} %")
+def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
+    """Return up to `limit` ranks that failed or differ from the others, each with the reason.
+
+    A rank that only lost its peers is none of them.
+    """
+    reasons = differences(state)
+    named = [
+        rank
+        for rank in state.ranks
+        if (rank.rank in reasons or badge(rank) in _URGENCY)
+        and not verdict.is_secondary(rank, state)
+    ]
+    named.sort(key=lambda rank: _URGENCY.get(badge(rank), len(_URGENCY)))
+    return [(rank, reasons.get(rank.rank, "")) for rank in named[:limit]]
+
+
+def differences(state: RunState) -> dict[int, str]:
+    """Return how ranks differ from the median: ``12 % behind · waits for data 31 %``.
+
+    Of two ranks, it is unknown which one is as usual, so they have no reason.
+    """
+    moving = [rank for rank in state.ranks if not rank.is_over] if state.world_size > 2 else []
+    shares = {rank.rank: fraction(rank) for rank in moving}
+    usual_share = _median(shares.values())
+    usual_wait = _median(_data_wait(rank) for rank in moving)
+    usual_memory = _median(memory_bytes(rank) for rank in moving)
+    reasons = {}
+    for rank in moving:
+        texts = []
+        share, wait, memory = shares[rank.rank], _data_wait(rank), memory_bytes(rank)
+        if share is not None and usual_share - share >= limits.MIN_GAP_SHARE:
+            texts.append(f"{100 * (usual_share - share):.0f} % behind")
+        if wait is not None and wait >= usual_wait + 0.1:
+            texts.append(f"{WAITS} {100 * wait:.0f} %")
         if rank.loss is not None and not math.isfinite(rank.loss):
-            reasons.append("loss is not finite")
-        if memory is not None and memory > 1.5 * self._memory > 0:
-            reasons.append("takes more memory")
-        return " · ".join(reasons)
+            texts.append("loss is not finite")
+        if memory is not None and memory > 1.5 * usual_memory > 0:
+            texts.append("takes more memory")
+        if texts:
+            reasons[rank.rank] = " · ".join(texts)
+    return reasons
 
-    def waits_longer(self, rank: RankState) -> bool:
-        """Whether a rank waits for data for a larger share of its time than the others."""
-        waits = None if self._are_few or rank.is_over else _data_wait(rank)
-        return waits is not None and waits >= self._waits + 0.1
+
+WAITS = "waits for data"
 
 
 def _median(values: Iterable[float | None]) -> float:
     known = [value for value in values if value is not None]
     return median(known) if known else 0.0
-
-
-def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
-    """Return up to `limit` ranks that failed or differ from the others, each with the reason."""
-    comparison = Comparison(state)
-    order = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2}
-    named = [(rank, comparison.reason(rank)) for rank in state.ranks]
-    named = [(rank, reason) for rank, reason in named if reason or badge(rank) in order]
-    named.sort(key=lambda pair: (order.get(badge(pair[0]), 3), pair[0].has_lost_peers))
-    return named[:limit]

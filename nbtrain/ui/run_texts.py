@@ -17,15 +17,18 @@ from ..system.text import (
     format_number,
     format_ranks,
     plural,
+    shorten,
 )
 from ..tracking import events as ev
+from ..tracking.curves import RATES
 from ..tracking.events import Host
 from ..tracking.overview import stragglers
+from ..tracking.overview.epochs import main_metric
 from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
 from ..tracking.state import RankState, RunState
 from . import rank_texts
-from .eta import fraction, time_left
-from .limits import MAX_LISTED, MAX_RESULTS
+from .eta import clock, fraction, progress, run_fraction, time_left
+from .limits import MAX_RANK_ROWS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
@@ -61,6 +64,115 @@ def is_stuck(state: RunState) -> bool:
         and state.status != "stopping"
         and not any(rank.hang == "slow?" for rank in state.ranks)
     )
+
+
+def status(state: RunState) -> str:
+    """Return the run's status in a few words. A run that hangs is 'stuck'."""
+    if is_stuck(state):
+        return "stuck"
+    if state.status == "starting" and state.attempt > 1:
+        return "restarting"
+    has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
+    return "failing" if state.status == "running" and has_failed else state.outcome
+
+
+def tone(state: RunState) -> str:
+    """Return the key of the status in `theme.STATUS`: 'flawed' if the result may be wrong."""
+    is_flawed = state.status == "succeeded" and bool(state.flaw)
+    return "flawed" if is_flawed else status(state)
+
+
+def headline(state: RunState, now: float) -> tuple[str, str]:
+    """Return the key of the status in `theme.STATUS`, and the status in a few words."""
+    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
+    key, text = tone(state), status(state)
+    if key == "stuck":
+        text = f"stuck for {clock(progress(state, now).stuck_for or 0.0)}"
+    elif key == "running" and slow:
+        key, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
+    elif key == "running" and not _has_moved(state):
+        name, _ = _present_phase(state)
+        count = f" {_count_joined(state)}/{state.world_size}" if name == ev.JOINING else ""
+        text = f"{name}{count}" or text
+    return key, text
+
+
+def sentence(state: RunState, now: float) -> str:
+    """Return the status and the progress of the run in a sentence, for a screen reader."""
+    if is_stuck(state):
+        seconds = clock(progress(state, now).stuck_for or 0.0)
+        return f"{state.title} has been stuck for {seconds}"
+    parts = [f"{state.title} {status(state)}"]
+    if not state.is_over:
+        done = run_fraction(state)
+        parts += [f"{100 * done:.0f} percent done"] if done is not None else []
+        parts += [time_left(state, now)] if status(state) != "failing" else []
+        name = main_metric(n for n in state.curves.all if n not in RATES)
+        last = None if name is None else state.curves.all[name].last
+        parts += [f"loss {format_number(last)}"] if last is not None else []
+    return ", ".join(filter(None, parts))
+
+
+def phase(state: RunState, now: float) -> str:
+    """Return what a run does before its first step, and for how long; empty after that step."""
+    ranks = [rank for rank in state.ranks if not rank.is_over]
+    is_waiting = state.status in ("starting", "running") and not state.message
+    if not is_waiting or not ranks or _has_moved(state):
+        return ""
+    started = sum(rank.started is not None for rank in ranks)
+    if started < len(ranks):
+        count = f" {started}/{state.world_size}" if state.world_size > 1 else ""
+        return f"starting the ranks{count} · {whole_seconds(state.elapsed(now))}"
+    name, began = _present_phase(state)
+    text = name or "your code, before the first step"
+    if name == ev.JOINING:
+        all_ranks = plural(state.world_size, "rank")
+        text = f"joining the others: {_count_joined(state)} of {all_ranks} there"
+    return f"{text} · {whole_seconds(max(0.0, now - began))}"
+
+
+def _has_moved(state: RunState) -> bool:
+    """Whether a rank has made a step, or reported anything."""
+    return any(
+        rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps)
+        for rank in state.ranks
+    )
+
+
+def _present_phase(state: RunState) -> tuple[str, float]:
+    """Return the phase of the foremost rank before its first step, and when it began."""
+    rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
+    if rank.progress is not None and not rank.phase:
+        return "first batch", rank.progress.time - rank.progress.elapsed
+    return rank.phases[-1] if rank.phases else ("", rank.started or state.created)
+
+
+def _count_joined(state: RunState) -> int:
+    return sum(rank.phase == ev.JOINING for rank in state.ranks)
+
+
+def is_restarted(state: RunState) -> bool:
+    """Whether the run's message is the reason why it was restarted."""
+    return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
+
+
+def has_ended_badly(state: RunState) -> bool:
+    """Whether a run ended badly though no rank caused that."""
+    is_bad = state.status in ("failed", "lost", "timed out")
+    return is_bad and bool(state.message) and verdict.find_culprit(state) is None
+
+
+def trouble(state: RunState) -> str:
+    """Return the problem of a run as a whole, in a sentence; "" without one.
+
+    The failure of the rank that caused it is described apart.
+    """
+    if is_restarted(state):
+        return f"attempt {state.attempt - 1} ended: {state.message}"
+    if not has_ended_badly(state):
+        return hang(state)
+    # The last sentence of the message after a timeout is the advice, which is drawn apart.
+    return verdict.describe_timeout(state) if state.status == "timed out" else state.message
 
 
 def facts(state: RunState, now: float, *, brief: bool = False) -> str:
@@ -119,7 +231,7 @@ def lines(state: RunState) -> list[str]:
     if state.host is not None:
         return [host(state.host)]
     lines = []
-    for name in (every := nodes(state))[:MAX_LISTED]:
+    for name in (every := nodes(state))[:MAX_RANK_ROWS]:
         ranks = format_ranks([rank.rank for rank in state.ranks if rank.node == name])
         known = state.hosts.get(name)
         lines.append(f"{name}: {ranks}" + (f" · {host(known)}" if known is not None else ""))
@@ -170,8 +282,8 @@ def results(state: RunState) -> list[Result]:
     if {text for text, _ in by_result} <= {"None"}:
         return []
     rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
-    more = len(rows) - MAX_RESULTS
-    return [*rows[:MAX_RESULTS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
+    more = len(rows) - MAX_RANK_ROWS
+    return [*rows[:MAX_RANK_ROWS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
 
 
 def name_ranks(ranks: Collection[int], state: RunState) -> str:
@@ -223,7 +335,7 @@ def artifact_lines(state: RunState) -> list[str]:
                 part = f"weights ({format_count(saved.parameters)} parameters, {size})"
             load = "nbtrain.last_run().load() copies it to the notebook"
             lines.append(f"{name}: {ranks} saved its {part}; {load}")
-    return lines[:MAX_RESULTS]
+    return lines[:MAX_RANK_ROWS]
 
 
 # What to do next

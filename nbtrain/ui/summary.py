@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from html import escape
 from types import MappingProxyType
 from typing import Any
 
 from ..hangs import verdict
 from ..hangs.failures import find_causes
-from ..system.text import format_bytes, format_duration, format_number, format_ranks, plural
+from ..system.text import (
+    format_bytes,
+    format_duration,
+    format_number,
+    format_ranks,
+    format_rate,
+    plural,
+)
 from ..tracking import limits as tracking_limits
 from ..tracking.overview.epochs import metric_order
 from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
-from .board import theme
-from .board.board import draw_frame, escape_shortened
-from .limits import MAX_LISTED
-from .tables import LEFT, Cell, html_table, text_table
+from .limits import MAX_RANK_ROWS
+from .tables import text_table
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,9 @@ class Summary:
     cards: tuple[Card, ...] = ()
 
     def __repr__(self) -> str:
-        return text(self)
-
-    def _repr_html_(self) -> str:
-        return html(self)
+        """Return the summary as lines of text."""
+        lines = [f"{self.name[:200]}: {self.status} · {_facts(self)}"]
+        return "\n".join([*lines, *(f"  {label:<9} {text}" for label, text in _rows(self))])
 
 
 SCHEMA_VERSION = 1
@@ -213,12 +216,11 @@ def peak_memory(rank: RankState) -> int:
 
 
 def memory_parts(ranks: Iterable[RankState]) -> tuple[MemoryPart, ...]:
-    by_rank = {r.rank: r.bytes_by_part(most=True) for r in ranks}
-    names = dict.fromkeys(name for parts in by_rank.values() for name in parts)
-    return tuple(
-        MemoryPart(name, *find_largest({r: p.get(name, 0) for r, p in by_rank.items()}))
-        for name in names
-    )
+    sizes: dict[str, dict[int, int]] = {}
+    for rank in ranks:
+        for name, size in rank.bytes_by_part(most=True).items():
+            sizes.setdefault(name, {})[rank.rank] = size
+    return tuple(MemoryPart(name, *find_largest(by_rank)) for name, by_rank in sizes.items())
 
 
 def find_largest(sizes: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
@@ -235,39 +237,11 @@ def gpu_cards(state: RunState) -> tuple[Card, ...]:
     names = {index: name for look in state.gpu_memory for index, name, _ in look.gpus}
     sizes = [{index: size for index, _, size in look.gpus} for look in state.gpu_memory]
     before, after, *_ = [*sizes, dict[int, int](), dict[int, int]()]
-    return tuple(
-        Card(i, names[i], before.get(i), after.get(i))
-        for i in sorted(names)
-        if not used or i in used
-    )
+    shown = [index for index in sorted(names) if not used or index in used]
+    return tuple(Card(i, names[i], before.get(i), after.get(i)) for i in shown)
 
 
-def text(summary: Summary) -> str:
-    """Return the summary as lines of text."""
-    lines = [f"{summary.name[:200]}: {summary.status} · {_facts(summary)}"]
-    return "\n".join([*lines, *(f"  {label:<9} {content}" for label, content in rows(summary))])
-
-
-def html(summary: Summary) -> str:
-    """Draw the summary as HTML that an untrusted notebook shows, too."""
-    drawn = [
-        (
-            label,
-            Cell(escape_shortened(content, 600), "font-weight:600" if label == "failed" else ""),
-        )
-        for label, content in rows(summary)
-    ]
-    wrapped = f"{LEFT};vertical-align:top;white-space:normal;overflow-wrap:anywhere"
-    label_style = f"{LEFT};vertical-align:top;{theme.SOFT}"
-    return draw_frame(
-        f"<div>{theme.sign(summary.status)}&ensp;<b>{escape_shortened(summary.name, 120)}</b>&ensp;"
-        f'<b style="font-weight:600">{escape(summary.status)}</b>&ensp;'
-        f'<span style="{theme.SOFT}">{escape(_facts(summary))}</span></div>'
-        f"{html_table(drawn, [label_style, wrapped])}"
-    )
-
-
-def rows(s: Summary) -> Iterator[tuple[str, str]]:
+def _rows(s: Summary) -> Iterator[tuple[str, str]]:
     """Yield each line of the summary as (label, text). One without a label continues the last."""
     if s.error:
         yield "failed", s.error
@@ -281,17 +255,17 @@ def rows(s: Summary) -> Iterator[tuple[str, str]]:
     yield "time", " · ".join(times)
     if s.steps:
         speed = [f"{s.steps:,}"]
-        speed += [f"{_rate(s.steps_per_second)} per second"] if s.steps_per_second else []
+        speed += [f"{format_rate(s.steps_per_second)} per second"] if s.steps_per_second else []
         samples = s.samples_per_second
-        speed += [f"{_rate(samples)} samples per second"] if samples else []
+        speed += [f"{format_rate(samples)} samples per second"] if samples else []
         yield "steps", " · ".join(speed)
     if s.waiting_share is not None:
         yield "data", f"the ranks waited for data {100 * s.waiting_share:.0f} % of the training"
     names = sorted(s.metrics, key=metric_order)
     metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:
-        more = [f"{len(metrics) - MAX_LISTED} more"] if len(metrics) > MAX_LISTED else []
-        yield "metrics", " · ".join([*metrics[:MAX_LISTED], *more])
+        more = [f"{len(metrics) - MAX_RANK_ROWS} more"] if len(metrics) > MAX_RANK_ROWS else []
+        yield "metrics", " · ".join([*metrics[:MAX_RANK_ROWS], *more])
     if s.memory_bytes:
         most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
         yield "memory", ", ".join(filter(None, most))
@@ -325,10 +299,6 @@ def _facts(s: Summary) -> str:
     facts += [s.mixed_precision] if s.mixed_precision != "no" else []
     facts += [f"attempt {s.attempt}"] if s.attempt > 1 else []
     return " · ".join(facts)
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _on_ranks(ranks: tuple[int, ...], s: Summary) -> str:

@@ -271,7 +271,6 @@ def test_lines_of_any_kind_open_draw_and_are_told(seed: int) -> None:
     assert run._repr_html_()
     assert repr(run)
     assert repr(run.summary())
-    assert run.summary()._repr_html_()
     assert catalog.page(catalog.run_infos())
     pytest.importorskip("pandas")
     assert len(run.history) >= 0

@@ -323,12 +323,12 @@ def test_devices_and_memory_are_worded() -> None:
 
 
 def test_beyond_the_results_that_are_shown_there_is_only_their_number() -> None:
-    count = ui_limits.MAX_RESULTS + 5
+    count = ui_limits.MAX_RANK_ROWS + 5
     state = RunState("t", "fork", tuple(RankState(r, result=str(r)) for r in range(count)), 0.0)
     lines, drawn = text_summary.summary(state, 1.0).splitlines(), board.render(state, 1.0)
-    assert {"  rank 31 → 31", "  5 more results"} <= set(lines)
+    assert {"  rank 15 → 15", "  5 more results"} <= set(lines)
     assert ">5 more results<" in drawn
-    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == ui_limits.MAX_RESULTS
+    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == ui_limits.MAX_RANK_ROWS
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:
@@ -407,4 +407,4 @@ def test_however_much_comes_home_the_picture_stays_small() -> None:
     loaded = [ev.ArtifactLoaded(102, -1, f"v{i}") for i in range(limits.MAX_ITEMS + 9)]
     state = fold(picture(), [*saved, *loaded])
     assert len(state.ranks[0].saved) == len(state.loaded) == limits.MAX_ITEMS
-    assert len(told(state)) == limits.MAX_METRICS
+    assert len(told(state)) == ui_limits.MAX_RANK_ROWS

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import nbtrain
-from nbtrain.ui.board.layout import CARD
+from nbtrain.ui.board.canvas import CANVAS
 from nbtrain.ui.card import card
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -23,7 +23,7 @@ NASTY = "<script>alert('x')</script> & \"quoted\" ]]></svg>"
 def texts(svg: str) -> list[str]:
     """Return what a card says, as XML, which has no second guesses."""
     drawn = ElementTree.fromstring(svg)
-    assert drawn.get("width") == str(CARD.width_px)
+    assert drawn.get("width") == str(CANVAS.card_px)
     return ["".join(each.itertext()) for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
 
 
@@ -82,7 +82,7 @@ def test_a_card_is_written_as_png_in_a_dark_form_too(tmp_path: Path) -> None:
     for dark in (False, True):
         path = card(state, now, dark=dark).save(tmp_path / f"{dark}.png")
         image = Image.open(path).convert("RGB")
-        assert image.width == 2 * CARD.width_px
+        assert image.width == 2 * CANVAS.card_px
         grounds.append(image.getpixel((image.width // 2, 8)))
     assert grounds[0] == (255, 255, 255)
     assert max(grounds[1]) < 50

@@ -34,7 +34,7 @@ class DebuggerRank(RankSide):
     """Has ``breakpoint()`` and failures open a debugger in the notebook."""
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        """Have ``breakpoint()`` and `pdb` in this task open a debugger that the notebook can reach."""
+        """Have ``breakpoint()`` and `pdb` in this task open a debugger in the notebook."""
         global _active, _failed
         _active = Debugging(job, rank, writer, scratch)
         if not job.plan.is_post_mortem:

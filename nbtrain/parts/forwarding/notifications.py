@@ -17,7 +17,6 @@ from ...tracking.limits import MAX_NOTE_CHARS
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
 from ...ui import rank_texts, run_texts
-from ...ui.board import header
 
 
 class Notifier:
@@ -75,7 +74,8 @@ def message(state: RunState, now: float, folder: RunFolder) -> tuple[str, str]:
         why = numbers or "; ".join(map(str, run_texts.results(state))) or "no metrics"
     place = f"nbtrain show {folder.path.name} · {folder.path} on {platform.node()}"
     lines = (why, run_texts.facts(state, now), place)
-    return header.sentence(state, now), "\n".join(shorten(line, MAX_NOTE_CHARS) for line in lines)
+    text = "\n".join(shorten(line, MAX_NOTE_CHARS) for line in lines)
+    return run_texts.sentence(state, now), text
 
 
 def reason(state: RunState) -> str:

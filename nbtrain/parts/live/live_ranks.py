@@ -324,7 +324,7 @@ class LiveRanks:
 
     def parts_there(self, sent: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[int, Part]:
         """Return the parts of the notebook's models that ranks have, for what is sent to them."""
-        return self.variables.parts_there(sent, ranks)
+        return self.variables.find_known_parts(sent, ranks)
 
     @property
     def pids(self) -> Mapping[int, int]:

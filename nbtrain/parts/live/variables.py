@@ -79,7 +79,7 @@ class Variables:
         alike = self._alike(sent, ranks)
         new = {name: value for name, value in sent.items() if name not in alike}
         states = {name: dump_state(value) for name, value in alike.items()}
-        there = self.parts_there(new, list(self.names), alike)
+        there = self.find_known_parts(new, list(self.names), alike)
         packed = payload.pack_values(new, states, there)
         try:
             message = {"do": "put", "sent": list(new)}
@@ -119,7 +119,7 @@ class Variables:
     def _have(self, name: str, ranks: Iterable[int]) -> bool:
         return all(name in self.names[rank] for rank in ranks)
 
-    def parts_there(
+    def find_known_parts(
         self, sent: Mapping[str, Any], ranks: Sequence[int], alike: Mapping[str, Any] | None = None
     ) -> dict[int, Part]:
         """Return the parts of the notebook's models that `ranks` have, for what is `sent` to them.

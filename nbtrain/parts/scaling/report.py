@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -11,10 +10,11 @@ from typing import Any
 
 from ...errors import MissingExtra
 from ...ui.board import axes, theme
+from ...ui.board.canvas import CANVAS, Label, Panel, draw_labels, draw_svg
 from ...ui.tables import RIGHT, html_table, text_table
 
-WIDTH_PX, HEIGHT_PX = 420, 236
-_LEFT_PX, _TOP_PX, _FLOOR_PX = 40, 24, 196
+_WIDTH_PX, _PANEL_PX = 360, 172
+"""The width of the curve, and its height."""
 
 
 @dataclass
@@ -77,38 +77,26 @@ class ScalingReport:
     def svg(self) -> str:
         """The curve: the speed-up against the ranks, with the spread of the repeats."""
         base, last = self.rows[0]["ranks"], self.rows[-1]["ranks"]
-        axis = axes.value_scale(0.0, max(last / base, *(row["high"] for row in self.rows)), 4)
-
-        def x(ranks: float) -> str:
-            return f"{_LEFT_PX + (WIDTH_PX - _LEFT_PX - 12) * ranks / last:.1f}"
-
-        def y(speedup: float) -> str:
-            return f"{_FLOOR_PX - (_FLOOR_PX - _TOP_PX) * axis.place(speedup):.1f}"
-
-        def line(path: str, style: str) -> str:
-            return f'<path d="M{path}" fill="none" stroke="{theme.BLUE}" {style}/>'
-
-        def text(left: float | str, top: float | str, words: object, anchor: str = "end") -> str:
-            return f'<text x="{left}" y="{top}" text-anchor="{anchor}">{words}</text>'
-
-        curve = "L".join(f"{x(row['ranks'])} {y(row['speedup'])}" for row in self.rows)
-        drawn = [
-            text(0, 12, "speed-up (dashed: ideal)", "start"),
-            text((_LEFT_PX + WIDTH_PX) / 2, _FLOOR_PX + 34, "ranks", "middle"),
-            line(f"{x(base)} {y(1)}L{x(last)} {y(last / base)}", 'stroke-dasharray="4 4"'),
-            line(curve, 'stroke-width="2"'),
+        highest = max(last / base, *(row["high"] for row in self.rows))
+        y = axes.value_scale(0.0, highest, 4)
+        panel = Panel(axes.Scale(0.0, last, ()), y, CANVAS.top_px, _PANEL_PX, _WIDTH_PX)
+        ideal = [(base, 1), (last, last / base)]
+        marks = panel.grid() + panel.draw_dashed(ideal, theme.BLUE, "4 4", 1)
+        marks += panel.draw_line([(row["ranks"], row["speedup"]) for row in self.rows], theme.BLUE)
+        bottom = panel.top + panel.height
+        labels = [
+            *panel.values(),
+            Label(0, 8, "speed-up (dashed: ideal)", "begin"),
+            Label(0.5, bottom + 30, "ranks", "middle"),
         ]
-        for tick, label in zip(axis.ticks, axis.labels, strict=True):
-            drawn.append(line(f"{_LEFT_PX} {y(tick)}H{WIDTH_PX}", 'stroke-opacity=".2"'))
-            drawn.append(text(_LEFT_PX - 6, y(tick), label))
         for row in self.rows:
-            left = x(row["ranks"])
-            drawn.append(line(f"{left} {y(row['low'])}V{y(row['high'])}", 'stroke-width="5"'))
-            drawn.append(text(left, _FLOOR_PX + 16, row["ranks"], "middle"))
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH_PX}" height="{HEIGHT_PX}" '
-            f'font-family="system-ui,sans-serif" font-size="11" fill="{theme.GREY}">'
-            f"{''.join(drawn)}</svg>"
+            ranks = row["ranks"]
+            marks += panel.draw_line([(ranks, row["low"]), (ranks, row["high"])], theme.BLUE, 5)
+            labels.append(Label(ranks / last, bottom + 12, str(ranks), "middle"))
+        drawn = f"{marks}{draw_labels(labels, _WIDTH_PX)}"
+        size = _WIDTH_PX + CANVAS.left_px + CANVAS.right_px, round(bottom) + 44
+        return draw_svg(
+            f'<g transform="translate({CANVAS.left_px} 0)">{drawn}</g>', *size, theme.GREY
         )
 
     def __repr__(self) -> str:
@@ -117,9 +105,8 @@ class ScalingReport:
 
     def _repr_html_(self) -> str:
         """Draw the report; the picture is an image, which an untrusted notebook still shows."""
-        data = base64.b64encode(self.svg.encode()).decode()
         style = "display:block;max-width:100%;height:auto;margin:4px 0"
-        picture = f'<img src="data:image/svg+xml;base64,{data}" alt="" style="{style}">'
+        picture = theme.image(self.svg, "", f'style="{style}"')
         table = html_table(self._text_rows(), [RIGHT] * 4, head=True)
         notes = "".join(f'<div style="opacity:.8">{escape(note)}</div>' for note in self.notes)
         return f'<div style="{theme.FONT}">{escape(self.title)}{picture}{table}{notes}</div>'

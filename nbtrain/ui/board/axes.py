@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import MAX_AXIS_VALUE
+_LARGEST = sys.float_info.max / 8
+"""Larger values are drawn as this one, so that no span of an axis overflows."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Scale:
             low, high = math.log10(self.low), math.log10(self.high)
             at = (math.log10(max(value, self.low)) - low) / (high - low)
         else:
-            value = max(-MAX_AXIS_VALUE, min(MAX_AXIS_VALUE, value))
+            value = max(-_LARGEST, min(_LARGEST, value))
             at = (value - self.low) / (self.high - self.low)
         return min(1.0, max(0.0, at))
 
@@ -35,18 +37,18 @@ class Scale:
 
 def spans_decades(values: Sequence[float]) -> bool:
     """Return whether values are positive and span 2.5 decades, so need a logarithmic axis."""
-    low, high = min(values), min(MAX_AXIS_VALUE, max(values))
+    low, high = min(values), min(_LARGEST, max(values))
     return low > 0 and math.log10(high) - math.log10(low) > 2.5
 
 
 def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
     """Return an axis that contains `low` and `high`, with about `intervals` ticks."""
-    low, high = max(-MAX_AXIS_VALUE, low), min(MAX_AXIS_VALUE, high)
+    low, high = max(-_LARGEST, low), min(_LARGEST, high)
     if log and 0 < low < high:
-        return _log_scale(max(1 / MAX_AXIS_VALUE, low), max(10 / MAX_AXIS_VALUE, high), intervals)
-    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / MAX_AXIS_VALUE:
+        return _log_scale(max(1 / _LARGEST, low), max(10 / _LARGEST, high), intervals)
+    if high - low <= 1e-6 * max(abs(low), abs(high)) or high - low < 1 / _LARGEST:
         low, high = min(0.0, low), max(0.0, high)
-        high = high if high - low > 1 / MAX_AXIS_VALUE else 1.0
+        high = high if high - low > 1 / _LARGEST else 1.0
     elif 0 <= low < 0.4 * high:
         low = 0.0
     step = _round_step((high - low) / intervals)
@@ -57,7 +59,7 @@ def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -
 
 def step_scale(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
     """Return an axis of steps. Until the run ends, it has room to grow, so it changes seldom."""
-    first, last = max(-MAX_AXIS_VALUE, first), min(MAX_AXIS_VALUE, last)
+    first, last = max(-_LARGEST, first), min(_LARGEST, last)
     if 0 <= first <= 0.2 * last:
         first = 0.0
     if last <= first:

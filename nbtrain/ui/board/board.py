@@ -16,7 +16,7 @@ from ...tracking.curves import RATES
 from ...tracking.overview import stragglers
 from ...tracking.state import RunState
 from .. import card, limits, rank_texts, run_texts
-from . import canvas, epoch_rows, header, log_panel, rank_table, theme
+from . import charts, epoch_rows, header, log_panel, rank_table, theme
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def render(state: RunState, now: float) -> str:
 def draw_screen_reader_status(state: RunState, now: float) -> str:
     """Draw a sentence that is invisible, and that a screen reader reads when it changes."""
     hidden = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
-    text = escape_shortened(header.sentence(state, now), 300)
+    text = escape_shortened(run_texts.sentence(state, now), 300)
     return f'<div role="status" aria-live="polite" style="{hidden}">{text}</div>'
 
 
@@ -93,15 +93,12 @@ def _parts(
         printed += theme.draw_folded("Copy as image", card.image(card.card(state, now)))
     title = header.title(marked, now)
     ranks = _draw_ranks(marked, each=choices.each)
-    curves = canvas.curves_of(marked, choices.metric)
-    rate = canvas.rate_of(marked) if choices.metric not in RATES else None
-    picture = canvas.draw_canvas(marked, now, curves[:1], rate, log=choices.log)
-    above = header.draw(marked, now, picture.late_steps if picture is not None else None)
+    curves = charts.curves_of(marked, choices.metric)
+    rate = charts.rate_of(marked) if choices.metric not in RATES else None
+    picture = charts.draw_picture(marked, now, curves[:1], rate, log=choices.log)
+    above = header.draw(marked, now)
     below = _draw_beside(epoch_rows.draw(state), ranks)
-    used = len(title) + len(notes) + len(above) + len(below) + len(printed) + 500
-    board = limits.FINAL_BOARD if state.is_over else limits.LIVE_BOARD
-    room = board.board_bytes - used
-    drawn = canvas.draw(picture, curves, marked, room, log=choices.log)
+    drawn = charts.draw(picture, curves, marked, log=choices.log)
     return title, notes, f"{above}{drawn}{below}", printed
 
 

@@ -27,8 +27,8 @@ from ...tracking.curves import RATES, Bin, Series, smooth
 from ...tracking.overview.epochs import better, main_metric, present_training
 from ...tracking.state import RankState, RunState
 from .. import eta, rank_texts, run_texts
-from . import canvas, theme
-from .layout import CANVAS
+from . import charts, theme
+from .canvas import CANVAS
 
 
 class Figure(NamedTuple):
@@ -39,56 +39,20 @@ class Figure(NamedTuple):
     remarks: tuple[str, ...] = ()
 
 
-def draw(state: RunState, now: float, late_steps: tuple[int, int] | None = None) -> str:
-    """Draw the progress bar of the run, its problem, and the key figures.
-
-    `late_steps` are the first and the last step for which only a slow rank waited for its data.
-    """
-    return f"{_draw_bar(state)}{_draw_problem(state, late_steps)}{_draw_figures(state, now)}"
-
-
-def status(state: RunState) -> str:
-    """Return the run's status in a few words. A run that hangs is 'stuck'."""
-    if run_texts.is_stuck(state):
-        return "stuck"
-    if state.status == "starting" and state.attempt > 1:
-        return "restarting"
-    has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
-    if state.status == "running" and has_failed:
-        return "failing"
-    return state.outcome
-
-
-def style_name(state: RunState) -> str:
-    """Return the key of the status in `theme.STATUS`: 'flawed' if the result may be wrong."""
-    is_flawed = state.status == "succeeded" and bool(state.flaw)
-    return "flawed" if is_flawed else status(state)
-
-
-def sentence(state: RunState, now: float) -> str:
-    """Return the status and the progress of the run in a sentence, for a screen reader."""
-    done, left = eta.run_fraction(state), eta.time_left(state, now)
-    parts = [f"{state.title} {status(state)}"]
-    if run_texts.is_stuck(state):
-        parts = [f"{state.title} has been stuck for {theme.clock(eta.stuck_seconds(state, now))}"]
-    elif not state.is_over:
-        parts += [f"{100 * done:.0f} percent done"] if done is not None else []
-        parts += [left] if left and status(state) != "failing" else []
-        loss = _loss_figure(state)
-        parts += [f"loss {loss.value}"] if loss is not None else []
-    return ", ".join(parts)
+def draw(state: RunState, now: float) -> str:
+    """Draw the progress bar of the run, its problem, and the key figures."""
+    return f"{_draw_bar(state)}{_draw_problem(state)}{_draw_figures(state, now)}"
 
 
 def title(state: RunState, now: float) -> str:
     """Draw the status of the run, its name, and what it runs on."""
-    failed = state.status == "failed" and verdict.find_culprit(state) is not None
-    is_below = _is_restarted(state) or failed or _has_own_card(state)
+    has_failed = state.status == "failed" and verdict.find_culprit(state) is not None
+    is_below = has_failed or run_texts.is_restarted(state) or run_texts.has_ended_badly(state)
     message = "" if is_below else state.message
     host = [] if state.is_over or state.host is not None else run_texts.lines(state)
-    lines = [message[:600], phases(state, now), *host]
     below = "".join(
         f'<div style="{theme.SOFT};overflow-wrap:anywhere">{escape(line)}</div>'
-        for line in lines
+        for line in [message[:600], run_texts.phase(state, now), *host]
         if line
     )
     facts = escape(run_texts.facts(state, now, brief=True))
@@ -96,117 +60,29 @@ def title(state: RunState, now: float) -> str:
     line = ""
     if state.cell is not None:
         line = f'<span style="{theme.MONO};{theme.SOFT}">{escape(shorten(state.name, 60))}</span>'
-    word, text = headline(state, now)
+    key, text = run_texts.headline(state, now)
     return (
         '<div style="display:flex;flex-wrap:wrap;gap:2px 8px;align-items:baseline">'
-        f'{theme.sign(word)}<b style="font-size:16px;font-weight:600;overflow-wrap:anywhere">'
+        f'{theme.sign(key)}<b style="font-size:16px;font-weight:600;overflow-wrap:anywhere">'
         f"{escape(shorten(state.title, 120))}{number}</b>{line}"
         f'<span style="font-weight:600">{escape(text)}</span>'
         f'<span style="{theme.SOFT}">{facts}</span></div>{below}'
     )
 
 
-def headline(state: RunState, now: float) -> tuple[str, str]:
-    """Return the key of the status in `theme.STATUS`, and the status in a few words."""
-    slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
-    word, text = style_name(state), status(state)
-    if word == "stuck":
-        text = f"stuck for {theme.clock(eta.stuck_seconds(state, now))}"
-    elif word == "running" and slow:
-        word, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
-    elif word == "running":
-        text = _phase(state) or text
-    return word, text
-
-
-def phases(state: RunState, now: float) -> str:
-    """Return what a run does before its first step, and for how long; empty after that step."""
-    ranks = [rank for rank in state.ranks if not rank.is_over]
-    waiting = state.status in ("starting", "running") and not state.message
-    if not waiting or not ranks or any(_has_moved(rank) for rank in state.ranks):
-        return ""
-    size = state.world_size
-    began = [rank.started for rank in ranks if rank.started is not None]
-    if len(began) < len(ranks):
-        count = f" {len(began)}/{size}" if size > 1 else ""
-        return f"starting the ranks{count} · {run_texts.whole_seconds(state.elapsed(now))}"
-    return " › ".join(_list_phases(state, now))
-
-
-def _list_phases(state: RunState, now: float) -> list[str]:
-    """Return the phases of the foremost rank before its first step, each with its seconds."""
-    rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
-    known = [("", rank.started or now), *rank.phases]
-    if rank.progress is not None and not rank.phase:
-        known.append(("first batch", rank.progress.time - rank.progress.elapsed))
-    parts = []
-    for (name, begin), (_, end) in zip(known, [*known[1:], ("", now)], strict=True):
-        if end is now or end - begin >= 1:
-            text = _describe_phase(name, state) if end is now else name or "your code"
-            parts.append(f"{text} · {run_texts.whole_seconds(max(0.0, end - begin))}")
-    return parts
-
-
-def _describe_phase(name: str, state: RunState) -> str:
-    """Return the present phase of ranks in words."""
-    if name != "joining":
-        return name or "your code, before the first step"
-    size, joined = state.world_size, sum(rank.phase == name for rank in state.ranks)
-    return f"joining the others: {joined} of {plural(size, 'rank')} there"
-
-
-def _phase(state: RunState) -> str:
-    """Return the phase before the first step, for the headline; empty if it is unknown."""
-    if any(_has_moved(rank) for rank in state.ranks):
-        return ""
-    phases = [rank.phase for rank in state.ranks if rank.phase]
-    if joining := phases.count("joining"):
-        return f"joining {joining}/{state.world_size}"
-    return next(iter(phases), "") or (
-        "first batch" if any(rank.progress for rank in state.ranks) else ""
-    )
-
-
-def _has_moved(rank: RankState) -> bool:
-    return bool(rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps))
-
-
-def _draw_problem(state: RunState, late_steps: tuple[int, int] | None) -> str:
+def _draw_problem(state: RunState) -> str:
     """Draw the problem of a run and what to do about it: a failure, a hang, a slow rank."""
     culprit = verdict.find_culprit(state)
     if culprit is not None:
         return card(theme.BAD, _draw_failure(culprit, state))
-    text = trouble(state)
+    text = run_texts.trouble(state)
     if not text:
         return ""
-    if late_steps is not None:
-        text = f"{text} (steps {late_steps[0]:,}–{late_steps[1]:,})"
     tones = theme.STUCK if run_texts.is_stuck(state) else theme.WARN
-    tones = theme.tones(state.status) if _has_own_card(state) else tones
-    advice = "" if _is_restarted(state) else next_step(state)
+    tones = theme.tones(state.status) if run_texts.has_ended_badly(state) else tones
+    advice = "" if run_texts.is_restarted(state) else next_step(state)
     text = theme.format_code(shorten(text, 1000))
     return card(tones, f'<span style="font-weight:600">{text}</span>{advice}')
-
-
-def trouble(state: RunState) -> str:
-    """Return the problem of a run as a whole, in a sentence; "" without one."""
-    if _is_restarted(state):
-        return f"attempt {state.attempt - 1} ended: {state.message}"
-    if not _has_own_card(state):
-        return run_texts.hang(state)
-    # The last sentence of the message after a timeout is the advice, which is drawn apart.
-    return verdict.describe_timeout(state) if state.status == "timed out" else state.message
-
-
-def _has_own_card(state: RunState) -> bool:
-    """Return whether a run ended badly though no rank caused that."""
-    is_bad = state.status in ("failed", "lost", "timed out")
-    return is_bad and bool(state.message) and verdict.find_culprit(state) is None
-
-
-def _is_restarted(state: RunState) -> bool:
-    """Return whether the run's message is the reason why it was restarted."""
-    return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
 
 
 def _draw_failure(rank: RankState, state: RunState) -> str:
@@ -255,7 +131,7 @@ def card(tones: theme.Tones, inner: str) -> str:
 
 def _draw_bar(state: RunState) -> str:
     """Draw the bar of the run, with a piece for each epoch; its end is open if that is unknown."""
-    done, fill = eta.run_fraction(state), theme.tones(style_name(state)).colour
+    done, fill = eta.run_fraction(state), theme.tones(run_texts.tone(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
     epochs, tail = eta.total_epochs(state), ""
     most = 60
@@ -326,9 +202,7 @@ def figures(state: RunState, now: float) -> list[Figure]:
         _loss_figure(state),
         *_best_figures(state),
         _throughput(state),
-        _devices_figure(state),
-        _result_figure(state),
-        _memory_figure(state),
+        *(_end_figures(state) if state.is_over else [_devices_figure(state)]),
     ]
     return [figure for figure in known if figure is not None][: CANVAS.figures_per_row]
 
@@ -337,7 +211,7 @@ def _done_figure(state: RunState) -> Figure | None:
     done = eta.run_fraction(state)
     where, more = run_texts.run_position(state)
     if state.is_over:
-        steps = canvas.made_steps(state)
+        steps = charts.made_steps(state)
         took = format_duration(state.elapsed(state.created))
         remarks = [plural(steps, "step")] if steps else []
         if done is not None and done < 0.995:
@@ -346,25 +220,26 @@ def _done_figure(state: RunState) -> Figure | None:
     if done is None:
         places = tuple(filter(None, [where, more]))
         return Figure("at", places[0], places[1:]) if places else None
-    first = eta.first_epoch(state)
+    first = eta.progress(state).first_epoch
     name = "done" if first <= 1 else f"done from epoch {first} on"
     return Figure(name, f"{int(100 * done)} %", (more or where,))
 
 
 def _time_figure(state: RunState, now: float) -> Figure | None:
-    if state.is_over or status(state) == "failing":
+    if state.is_over or run_texts.status(state) == "failing":
         return None
     if run_texts.is_stuck(state):
         return Figure("left", "unknown", ("while it is stuck",))
-    seconds = eta.seconds_left(state, now)
+    progress = eta.progress(state, now)
+    seconds = progress.remaining
     if seconds is not None:
         at = time.strftime("%H:%M", time.localtime(now + seconds))
         day = "" if seconds < 72_000 else time.strftime(" on %a", time.localtime(now + seconds))
         return Figure("left", eta.format_coarse(seconds), (f"ends at {at}{day}",))
-    in_epoch = eta.seconds_left_in_epoch(state, now)
-    if in_epoch is None:
+    if progress.epoch is None or progress.remaining_in_epoch is None:
         return None
-    return Figure("left in this epoch", eta.format_coarse(in_epoch), ("of the run: unknown",))
+    left = eta.format_coarse(progress.remaining_in_epoch)
+    return Figure("left in this epoch", left, ("of the run: unknown",))
 
 
 def _loss_figure(state: RunState) -> Figure | None:
@@ -396,7 +271,7 @@ def _compare_to_previous(state: RunState, series: Series, name: str) -> tuple[st
         return ()
     end, its_end = curve[-1][0], previous.points[-1][0]
     at = min(end, its_end)
-    now, before = (canvas.value_at(points, at) for points in (curve, previous.points))
+    now, before = (charts.value_at(points, at) for points in (curve, previous.points))
     change = 100 * (now - before) / (abs(before) or math.ulp(0.0))
     kind = "lower" if change < 0 else "higher"
     amount = f"{abs(change):.0f} % {kind} than" if abs(change) < 1000 else f"much {kind} than"
@@ -444,7 +319,7 @@ def _best_figures(state: RunState) -> Iterator[Figure]:
             if series.bins in shown:  # one metric under two names: GRPO logs its only reward so
                 continue
             shown.append(series.bins)
-            at = canvas.best_point(series, direction)
+            at = charts.best_point(series, direction)
             remarks = [f"at {_step(at[0])}", *([f"of training {training}"] if training > 1 else [])]
             yield Figure(f"best {shorten(name, 24)}", f"{format_number(at[1])} ★", tuple(remarks))
             if len(shown) == (2 if state.is_over else 1):
@@ -453,19 +328,6 @@ def _best_figures(state: RunState) -> Iterator[Figure]:
 
 def _step(x: float) -> str:
     return f"step {format_number(round(x))}"
-
-
-def _mean_throughput(state: RunState) -> Figure | None:
-    """Return the throughput of a run that has ended. Its last rate may be that of a pause."""
-    trained = [rank.progress for rank in state.ranks if rank.progress is not None]
-    steps = rank_texts.steps_per_second(trained)
-    if steps is None:
-        return None
-    rate = f"{format_rate(steps)} steps/s"
-    samples = sum((each.samples or 0) / each.elapsed for each in trained if each.elapsed > 0)
-    if samples:
-        return Figure("samples/s", format_rate(samples), ("on average", rate))
-    return Figure("steps/s", format_rate(steps), ("on average",))
 
 
 def _throughput(state: RunState) -> Figure | None:
@@ -484,54 +346,58 @@ def _throughput(state: RunState) -> Figure | None:
         return Figure("samples/s", format_rate(present), tuple(remarks))
     if per_step:
         return Figure("steps/s", per_step)
-    if _phase(state):
+    moving = [rank for rank in state.ranks if rank.bar is not None and rank_texts.rate(rank)]
+    if not moving or run_texts.phase(state, state.created):
         return None
-    moving = [
-        (rank.bar.rate, rank_texts.rate(rank)) for rank in state.ranks if rank.bar is not None
-    ]
-    shown = [text for _, text in sorted((r, text) for r, text in moving if r and text)]
-    return Figure("throughput", shown[0], ("of a rank",)) if shown else None
+    slowest = min(moving, key=lambda rank: rank.bar.rate if rank.bar and rank.bar.rate else 0.0)
+    return Figure("throughput", rank_texts.rate(slowest), ("of a rank",))
 
 
-def _result_figure(state: RunState) -> Figure | None:
-    """Return the result of the ranks if it is short."""
+def _mean_throughput(state: RunState) -> Figure | None:
+    """Return the throughput of a run that has ended. Its last rate may be that of a pause."""
+    trained = [rank.progress for rank in state.ranks if rank.progress is not None]
+    steps = rank_texts.steps_per_second(trained)
+    if steps is None:
+        return None
+    samples = sum((each.samples or 0) / each.elapsed for each in trained if each.elapsed > 0)
+    if samples:
+        remarks = "on average", f"{format_rate(steps)} steps/s"
+        return Figure("samples/s", format_rate(samples), remarks)
+    return Figure("steps/s", format_rate(steps), ("on average",))
+
+
+def _end_figures(state: RunState) -> Iterator[Figure]:
+    """Yield the result of an ended run if it is short, and the most memory that a rank used.
+
+    The memory is that of its GPU if it has one.
+    """
     returned = run_texts.results(state)
-    if not state.is_over or not returned or len(returned[0].text) > 12:
-        return None
-    return Figure("result", returned[0].text, (f"of {returned[0].ranks}",))
-
-
-def _memory_figure(state: RunState) -> Figure | None:
-    """Return the most memory that a rank of an ended run used, on its GPU if it has one."""
+    if returned and len(returned[0].text) <= 12:
+        yield Figure("result", returned[0].text, (f"of {returned[0].ranks}",))
     gpu = [r.usage.most_gpu_memory for r in state.ranks if r.usage.most_gpu_memory]
     most = gpu or [r.usage.most_memory for r in state.ranks if r.usage.most_memory]
-    if not state.is_over or not most:
-        return None
-    return Figure(
-        "GPU memory" if gpu else "memory", format_bytes(max(most)), ("at most, of a rank",)
-    )
+    if most:
+        name = "GPU memory" if gpu else "memory"
+        yield Figure(name, format_bytes(max(most)), ("at most, of a rank",))
 
 
 def _devices_figure(state: RunState) -> Figure | None:
     """Return how busy the GPUs or the ranks' cores are, with the most memory of one of them."""
-    if state.is_over:
-        return None
     gpus = [gpu for host in state.hosts.values() for gpu in host.gpus]
-    busy = [gpu[4] for gpu in gpus if isinstance(gpu[4], (int, float))]
-    name, memory = "GPUs busy" if len(gpus) > 1 else "GPU busy", ""
     if gpus:
+        name = "GPUs busy" if len(gpus) > 1 else "GPU busy"
+        busy = [gpu[4] for gpu in gpus if isinstance(gpu[4], (int, float))]
         fullest = max(gpus, key=lambda gpu: gpu[2])
-        memory = f"{format_bytes_of(fullest[2], fullest[3])}"
+        remarks = [format_bytes_of(fullest[2], fullest[3])]
     else:
-        busy = [100 * r.usage.cpu for r in state.ranks if r.usage.cpu is not None and not r.is_over]
         name = "CPU of a rank"
+        busy = [100 * r.usage.cpu for r in state.ranks if r.usage.cpu is not None and not r.is_over]
         used = [r.usage.memory for r in state.ranks if r.usage.memory is not None]
-        memory = format_bytes(max(used)) if used else ""
+        remarks = [format_bytes(max(used))] if used else []
     if not busy:
         return None
     low, high = f"{min(busy):.0f}", f"{max(busy):.0f}"
     host = state.host
-    remarks = [memory] if memory else []
     if host is not None and host.limit:
         remarks.append(f"host {format_bytes_of(host.used, host.limit)}")
     return Figure(name, f"{low if low == high else f'{low}–{high}'} %", tuple(remarks))

@@ -8,8 +8,7 @@ from html import escape
 from itertools import islice
 
 from ...hangs import verdict
-from ...system.text import plural, shorten
-from ...tracking import events as ev
+from ...system.text import plural
 from ...tracking.state import RankState, RunState
 from .. import limits, merged_log, run_texts
 from . import theme
@@ -21,24 +20,22 @@ def merge_last_lines(state: RunState, count: int) -> list[tuple[str, str]]:
     Of failed ranks, only the one that caused the failure has its traceback.
     """
     cause = verdict.find_culprit(state)
-    ranks = [rank if rank is cause else _drop_traceback(rank) for rank in state.ranks]
+    ranks = [
+        rank
+        if rank is cause or _has_not_failed(rank)
+        else replace(rank, log=merged_log.cut_traceback(rank.log))
+        for rank in state.ranks
+    ]
     talkers = sorted(ranks, key=_has_not_failed)
     groups = merged_log.group_logs(merged_log.last_lines(talkers, state, 2 * count))
-    others = [(ranks, frozenset(lines)) for ranks, lines in groups[limits.MAX_MERGED_LOGS :]]
+    others = [(ranks, frozenset(lines)) for ranks, lines in groups[limits.MAX_RANK_ROWS :]]
     # Merged from the end, which is the present moment for all ranks.
-    newest = merged_log.merge_groups(groups[: limits.MAX_MERGED_LOGS], backwards=True)
+    newest = merged_log.merge_groups(groups[: limits.MAX_RANK_ROWS], backwards=True)
     lines: list[tuple[str, str]] = []
     for owners, line in islice(newest, count):
         more = [rank for numbers, log in others if line in log for rank in numbers]
         lines.insert(0, (run_texts.name_ranks(sorted([*owners, *more]), state), line))
     return lines
-
-
-def _drop_traceback(rank: RankState) -> RankState:
-    if rank.status not in ("failing", "failed") or ev.TRACEBACK_FOLLOWS not in rank.log:
-        return rank
-    follows = len(rank.log) - rank.log[::-1].index(ev.TRACEBACK_FOLLOWS) - 1
-    return replace(rank, log=rank.log[:follows])
 
 
 def _has_not_failed(rank: RankState) -> bool:
@@ -51,57 +48,53 @@ def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -
     After the run, the merged log and that of each rank can be unfolded instead.
     """
     count = sum(rank.log_count for rank in state.ranks)
-    board = limits.FINAL_BOARD if state.is_over else limits.LIVE_BOARD
     if not count:
         return ""
-    if not state.is_over:
-        if only is not None and only < state.world_size:
-            lines = [(f"rank {only}", line) for line in state.ranks[only].log[-board.log_lines :]]
-        else:
-            lines = merge_last_lines(state, board.log_lines)
-        shown = lines[-2:] if is_folded else lines
-        drawn = _draw_lines(shown, "max-height:220px", board.log_bytes, brief=True)
-        if len(shown) == len(lines):
-            return drawn
-        more = f"{plural(count, 'line')} in run.logs()"
-        return f'{drawn}<div style="{theme.SOFT};font-size:12px">{more}</div>'
-    everything = _draw_folded(
-        f"Log: {plural(count, 'line')}",
-        merge_last_lines(state, board.log_lines),
-        board.log_bytes // 2,
-    )
+    if state.is_over:
+        return _draw_ended(state, count)
+    board = limits.LIVE_BOARD
+    if only is not None and only < state.world_size:
+        lines = [(f"rank {only}", line) for line in state.ranks[only].log[-board.log_lines :]]
+    else:
+        lines = merge_last_lines(state, board.log_lines)
+    shown = lines[-2:] if is_folded else lines
+    drawn = _draw_lines(shown, "max-height:220px", board.log_bytes)
+    if len(shown) == len(lines):
+        return drawn
+    more = f"{plural(count, 'line')} in run.logs()"
+    return f'{drawn}<div style="{theme.SOFT};font-size:12px">{more}</div>'
+
+
+def _draw_ended(state: RunState, count: int) -> str:
+    board, most = limits.FINAL_BOARD, limits.MAX_RANK_ROWS
+    lines = merge_last_lines(state, board.log_lines)
+    drawn = _draw_folded(f"Log: {plural(count, 'line')}", lines, board.log_bytes // 2)
     talkers = sorted((rank for rank in state.ranks if rank.log), key=_has_not_failed)
-    single = ""
     if len(talkers) > 1:
-        alone = "".join(
+        single = "".join(
             _draw_folded(
                 f"rank {rank.rank}: {plural(rank.log_count, 'line')}",
                 [("", line) for line in rank.log[-board.log_lines :]],
-                board.log_bytes // 2 // limits.MAX_LISTED,
+                board.log_bytes // 2 // most,
             )
-            for rank in talkers[: limits.MAX_LISTED]
+            for rank in talkers[:most]
         )
-        left = (
-            f": {limits.MAX_LISTED} of {len(talkers)}" if len(talkers) > limits.MAX_LISTED else ""
-        )
-        single = theme.draw_folded(
-            f"Log by rank{left}", f'<div style="margin-left:16px">{alone}</div>'
-        )
-    return f'<div style="margin-top:6px">{everything}{single}</div>'
+        title = "Log by rank" + (f": {most} of {len(talkers)}" if len(talkers) > most else "")
+        drawn += theme.draw_folded(title, f'<div style="margin-left:16px">{single}</div>')
+    return f'<div style="margin-top:6px">{drawn}</div>'
 
 
 def _draw_folded(title: str, lines: Sequence[tuple[str, str]], limit: int) -> str:
     return theme.draw_folded(title, _draw_lines(lines, "max-height:320px", limit))
 
 
-def _draw_lines(
-    lines: Sequence[tuple[str, str]], height: str, limit: int, *, brief: bool = False
-) -> str:
+def _draw_lines(lines: Sequence[tuple[str, str]], height: str, limit: int) -> str:
     """Draw the last lines that fit into `limit` bytes."""
     width = max((len(ranks) for ranks, _ in lines), default=0)
     drawn: list[str] = []
     for ranks, line in reversed(lines):
-        html = _draw_line(ranks, line, width, brief)
+        label = f'<span style="{theme.SOFT}">{escape(f"{ranks:<{width}}")} │</span> '
+        html = f"{label if width else ''}{escape(line)}"
         limit -= len(html.encode())
         if limit < 0:
             break
@@ -113,11 +106,3 @@ def _draw_lines(
         f'border:none;color:inherit;white-space:pre;overflow:auto;{height}">'
         f"{above}{chr(10).join(drawn)}</pre>"
     )
-
-
-def _draw_line(ranks: str, line: str, width: int, brief: bool) -> str:
-    prefix = f'<span style="{theme.SOFT}">{escape(f"{ranks:<{width}}")} │</span> ' if width else ""
-    short = escape(shorten(line, limits.MAX_LOG_LINE_CHARS))
-    if brief or len(line) <= limits.MAX_LOG_LINE_CHARS:
-        return prefix + short
-    return f'{prefix}<span title="{escape(line)}">{short}</span>'

@@ -27,8 +27,6 @@ class Row(NamedTuple):
 
     ranks: Sequence[RankState]
     reason: str = ""
-    waits_longer: bool = False
-    """Whether they wait for data for longer than the others."""
 
     @property
     def first(self) -> RankState:
@@ -70,22 +68,16 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
 
     With `each`, every rank has a row.
     """
-    comparison = rank_texts.Comparison(state)
-    if each or state.world_size < limits.MIN_GROUP_RANKS:
-        return [Row((r,), comparison.reason(r), comparison.waits_longer(r)) for r in state.ranks]
-    worst = ["failed", "failing", "stuck", "slow", "not joined yet"]
-    most = limits.MAX_NAMED_RANKS // (1 if state.world_size <= limits.MAX_RANK_ROWS else 2)
-    single: list[Row] = []
+    if each or state.world_size <= 2:
+        reasons = rank_texts.differences(state)
+        return [Row((rank,), reasons.get(rank.rank, "")) for rank in state.ranks]
+    most = limits.MAX_RANK_ROWS // (2 if state.world_size <= limits.MAX_RANK_ROWS else 4)
+    single = [Row((rank,), reason) for rank, reason in rank_texts.outliers(state, most)]
+    named = {row.first.rank for row in single}
     alike: dict[str, list[RankState]] = {}
     for rank in state.ranks:
-        reason, badge = comparison.reason(rank), rank_texts.badge(rank)
-        is_named = bool(reason) or badge in worst
-        if is_named and not verdict.is_secondary(rank, state) and len(single) < most:
-            single.append(Row((rank,), reason, comparison.waits_longer(rank)))
-        else:
-            alike.setdefault(badge, []).append(rank)
-    order = {badge: at for at, badge in enumerate(worst)}
-    single.sort(key=lambda row: order.get(rank_texts.badge(row.first), len(order)))
+        if rank.rank not in named:
+            alike.setdefault(rank_texts.badge(rank), []).append(rank)
     return [*single, *(Row(ranks) for ranks in alike.values())]
 
 
@@ -142,9 +134,7 @@ def _remark(row: Row, state: RunState) -> str:
         return ""
     rank, lines = row.first, [escape(row.reason)] if row.reason else []
     drawn = state.curves.all  # a metric with a curve is the run's: often only rank 0 validates
-    if state.world_size < limits.MIN_GROUP_RANKS and (
-        others := rank_texts.metrics(rank, 5, but=drawn)
-    ):
+    if state.world_size <= 2 and (others := rank_texts.metrics(rank, 5, but=drawn)):
         lines.append(f'<span style="{theme.SOFT}">{escape(others[:300])}</span>')
     trouble = verdict.describe_trouble(rank, state)
     if (
@@ -159,36 +149,31 @@ def _remark(row: Row, state: RunState) -> str:
 def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     """Return the columns. Bars are only drawn if they differ: else the run's bar shows the same."""
     is_stuck = any(rank.hang == "stuck?" for rank in state.ranks)
-    is_named = any(row.waits_longer for row in rows if row.reason)
+    waits_named = any(rank_texts.WAITS in row.reason for row in rows)
     soft_left = f"{LEFT};{theme.SOFT}"
     shares = [share for share in map(_share, rows) if share is not None]
     has_bars = bool(shares) and max(shares) - min(shares) >= limits.MIN_GAP_SHARE
-    bars = [
-        Column("", lambda row: _bar(row, state), "min-width:72px"),
-        Column("", _percent, RIGHT, 42),
-    ]
-    return [
+
+    def median_of(text: Callable[[RankState], str]) -> Callable[[Row], str]:
+        return lambda row: escape(row.median_text(text))
+
+    columns = [
         Column("rank", lambda row: f"{_name(row)}&ensp;{_status(row.first, state)}", LEFT, 90),
         Column("node", lambda row: escape(_node(row)), soft_left),
-        *(bars if has_bars else []),
+        Column("", lambda row: _bar(row, state) if has_bars else "", "min-width:72px"),
+        Column("", lambda row: _percent(row) if has_bars else "", RIGHT, 42),
         Column("loss", _loss, RIGHT, 56),
-        Column(
-            "rate",
-            lambda row: "" if is_stuck else escape(row.median_text(rank_texts.pace)),
-            RIGHT,
-            64,
-        ),
+        Column("rate", median_of(rank_texts.pace), RIGHT, 64),
         Column("memory", _memory, RIGHT, 54),
         Column("GPU", lambda row: row.percents(lambda rank: _gpu(rank, state)), RIGHT, 46),
         Column("CPU", lambda row: row.percents(rank_texts.cpu), RIGHT, 46),
-        Column("compiled", lambda row: row.median_text(rank_texts.compilations), RIGHT),
-        *(
-            []
-            if is_named
-            else [Column("data wait", lambda row: row.median_text(rank_texts.waiting_share), RIGHT)]
-        ),
+        Column("compiled", median_of(rank_texts.compilations), RIGHT),
+        Column("data wait", median_of(rank_texts.waiting_share), RIGHT),
         Column("at", _position, soft_left),
     ]
+    left_out = {"rate"} if is_stuck else set()
+    left_out |= {"data wait"} if waits_named else set()
+    return [column for column in columns if column.heading not in left_out]
 
 
 def _gpu(rank: RankState, state: RunState) -> str:

@@ -65,8 +65,8 @@ class Strips(NamedTuple):
         return [(letter, of.NAMES[letter]) for letter in LOOKS if letter in drawn]
 
 
-def strips_of(state: RunState, now: float, last: float | None, limit: int) -> Strips | None:
-    """Return strips of at most `limit` bytes; None while there is little to see.
+def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
+    """Return the strips of a run; None while there is little to see.
 
     `last` is the step at the right of the canvas. Without it, the strips cover seconds.
     """
@@ -76,36 +76,22 @@ def strips_of(state: RunState, now: float, last: float | None, limit: int) -> St
     count = max((len(row.letters) for row in rows), default=0)
     seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
     # A bin of a short run mixes many steps and the saving after them. Only its end is certain.
-    least = (
-        limits.MIN_STRIP_COLUMNS if seen & {of.FAILED, of.STALLED} else 2 * limits.MIN_STRIP_COLUMNS
-    )
-    if count < least or not seen:
+    is_short = bool(rows) and count * rows[0].width < tracking_limits.MIN_ESTIMATE_S
+    if not seen or (is_short and not seen & {of.FAILED, of.STALLED}):
         return None
     per = -(-len(rows) // limits.MAX_DRAWN_RANKS)
-    starts = range(0, len(rows), per)
-    merged = [_worst([row.letters.ljust(count) for row in rows[i : i + per]]) for i in starts]
+    groups = [rows[i : i + per] for i in range(0, len(rows), per)]
+    bands = [_worst([row.letters.ljust(count) for row in group]) for group in groups]
+    columns = count
+    if last is not None:
+        most = tracking_limits.MAX_TIMELINE_BINS
+        columns = most if len(bands) <= 32 else most // 2
+        steps = [max(group, key=lambda row: len(row.letters)).steps for group in groups]
+        lines = zip(bands, steps, strict=True)
+        bands = [of.letters_by_step(_as_timeline(*line), last, columns) for line in lines]
+    bands = _mark_waits_for_peers(list(map(_widen_ending, bands)), state)
     seconds = count * rows[0].width if last is None else None
-    steps = [max(rows[i : i + per], key=lambda row: len(row.letters)).steps for i in starts]
-    most = tracking_limits.MAX_TIMELINE_BINS
-    columns = count if last is None else most if len(merged) <= 32 else most // 2
-    while True:
-        bands = merged
-        if last is not None:
-            lines = zip(merged, steps, strict=True)
-            bands = [of.letters_by_step(_as_timeline(*line), last, columns) for line in lines]
-        bands = _mark_waits_for_peers(list(map(_widen_ending, bands)), state)
-        strips = Strips(bands, list(starts), columns, seconds, per)
-        if (
-            len(_draw_bands(strips.bands, strips.pitch)) <= limit
-            or columns <= limits.MIN_STRIP_COLUMNS
-        ):
-            return strips
-        columns = -(-columns // 2)
-        merged = (
-            [of.halve_letters(band.ljust(2 * columns)) for band in merged]
-            if last is None
-            else merged
-        )
+    return Strips(bands, list(range(0, len(rows), per)), columns, seconds, per)
 
 
 def _as_timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
@@ -133,7 +119,7 @@ def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
     if len(steps) < 2 or max(steps) - min(steps) > max(3, 0.02 * max(steps)):
         return bands
     alone = [_lone_waits(bands, row) for row in range(len(bands))]
-    waits = {at for row in alone if len(row) >= limits.MIN_STRIP_COLUMNS for at in row}
+    waits = {at for row in alone for at in row}
     if not waits:
         return bands
     return [
@@ -146,28 +132,18 @@ def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
 
 
 def _lone_waits(bands: list[str], row: int) -> list[int]:
-    """Return the columns where a strip waits for data and at most a quarter of the others do."""
+    """Return the columns where a strip waits for data and at most a quarter of the others do.
+
+    A few columns may be chance, and are left out.
+    """
     others = [band for at, band in enumerate(bands) if at != row]
-    return [
+    waits = [
         at
         for at, letter in enumerate(bands[row])
         if letter == of.DATA
         and 4 * sum(band[at : at + 1] == of.DATA for band in others) <= len(others)
     ]
-
-
-def find_lone_wait(strips: Strips, rank: int) -> tuple[float, float] | None:
-    """Return the begin and the end of the time when only this rank waits for data.
-
-    Both are shares of the canvas' width. Return None if ranks share strips, or if the rank waits in
-    too few columns.
-    """
-    if strips.names != list(range(len(strips.names))) or rank >= len(strips.names):
-        return None
-    alone = _lone_waits(strips.bands, rank)
-    if len(alone) < 3:
-        return None
-    return alone[0] / strips.columns, (alone[-1] + 1) / strips.columns
+    return waits if len(waits) >= 6 else []
 
 
 def draw(strips: Strips, top: int, width: int) -> str:

@@ -98,13 +98,6 @@ def sign(status: str) -> str:
     return f'<span aria-hidden="true" style="color:{colour}">{shape}</span>'
 
 
-def clock(seconds: float) -> str:
-    """Return seconds as a clock shows them: ``0:42``, ``1:02:07``."""
-    minutes, rest = divmod(int(min(seconds, 1e9)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 def format_code(text: str) -> str:
     """Escape a text and format the parts between backticks as code."""
     style = f"{MONO};background:rgba(128,128,128,.15);border-radius:3px;padding:0 3px"
@@ -126,20 +119,20 @@ def bar(share: float, width: int, colour: str, attributes: str = "") -> str:
     )
 
 
-def draw_stretched(
-    inner: str, units: tuple[int, int], height: int, label: str, *, as_image: bool
-) -> str:
-    """Draw SVG elements, `height` pixels high and stretched from `units` to the available width.
+def draw_stretched(inner: str, size: tuple[int, int], label: str, *, as_image: bool) -> str:
+    """Draw SVG elements, stretched from a width in units to the width of the page.
 
-    Its background is transparent. Text in it would be stretched, too.
+    `size` is this width and the height in pixels. The background is transparent. Text in the SVG
+    would be stretched, too.
     """
-    box = f'viewBox="0 0 {units[0]} {units[1]}" preserveAspectRatio="none"'
+    height = size[1]
+    box = f'viewBox="0 0 {size[0]} {height}" preserveAspectRatio="none"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="100%" height="{height}" {box}'
     style = "display:block;width:100%;overflow:visible"
     if not as_image:
         return f'{head} role="img" aria-label="{label}" style="{style}">{inner}</svg>'
-    size = f'width="100%" height="{height}" style="{style};height:{height}px"'
-    return image(f"{head}>{inner}</svg>", label, size)
+    look = f'width="100%" height="{height}" style="{style};height:{height}px"'
+    return image(f"{head}>{inner}</svg>", label, look)
 
 
 def image(svg: str, label: str, attributes: str) -> str:

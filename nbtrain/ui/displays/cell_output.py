@@ -23,7 +23,7 @@ class CellOutput(Display):
             self._board.listen()
 
     def update(self, state: RunState, now: float) -> None:
-        if self._board is None and state.elapsed(now) >= limits.BOARD_DELAY_S:
+        if self._board is None and state.elapsed(now) >= limits.MAX_DRAW_INTERVAL_S:
             self._board = self._make_board()
         if self._board is not None:
             self._board.update(state, now)
@@ -43,9 +43,7 @@ def printed_lines(ranks: Sequence[RankState]) -> Iterator[str]:
     """Yield the lines that ranks printed. A line that several ranks printed comes once."""
     logs: dict[int, list[str]] = {}
     for rank in ranks:
-        lines = list(rank.log)
-        if ev.TRACEBACK_FOLLOWS in lines:  # the caller raises the exception
-            del lines[lines.index(ev.TRACEBACK_FOLLOWS) :]
+        lines = [*merged_log.cut_traceback(rank.log)]  # the caller raises the exception
         if left_out := rank.log_count - len(rank.log):
             lines.insert(0, f"… {plural(left_out, 'line')} before: run.logs()")
         logs[rank.rank] = lines

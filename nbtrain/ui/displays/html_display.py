@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import time
 from typing import Any
 
 from ...system.host import is_crowded
@@ -74,45 +74,27 @@ def show(output: Any) -> Any:
     return display_function(output, raw=isinstance(output, dict), display_id=True)
 
 
-def wire_size(*texts: str) -> int:
-    """Estimate the bytes of texts as JSON. There, a quotation mark takes two."""
-    return sum(len(text.encode()) + text.count('"') + text.count("\n") for text in texts)
-
-
 class Pace:
-    """Decides when a new drawing is due: something changed, or a second passed."""
+    """Decides when a new drawing is due: something changed, or a second passed.
+
+    On a host whose cores are all busy, drawings take time from the ranks, so they are fewer.
+    """
 
     def __init__(self) -> None:
         self._state: RunState | None = None
-        self._drawn = -1e9
-        self._interval = limits.MIN_DRAW_INTERVAL_S
-        self._began = 0.0  # by the clock of this thread's CPU time
+        self._drawn = -math.inf
 
     def is_due(self, state: RunState, now: float) -> bool:
         """Return whether to draw now. If so, the caller must draw."""
         passed = now - self._drawn
-        quiet = max(1.0, self._interval)
-        if 0 <= passed < self._interval or (state is self._state and 0 <= passed < quiet):
+        is_slow = state is self._state or is_crowded()
+        interval = limits.MAX_DRAW_INTERVAL_S if is_slow else limits.MIN_DRAW_INTERVAL_S
+        if 0 <= passed < interval:
             return False
-        late = max(0.0, passed - self._interval)  # the next drawing comes earlier by this time
-        self._drawn = now - (late if late < self._interval else 0)
+        late = passed - interval  # the next drawing comes earlier by this time
+        self._drawn = now - (late if 0 <= late < interval else 0)
         self._state = state
-        self._began = time.thread_time()
         return True
-
-    def record_drawing(self, size: int) -> None:
-        """Record the bytes of a drawing, so that the next one keeps to `MAX_BYTES_PER_S`.
-
-        On a host whose cores are all busy, the next one also keeps to `MAX_DRAW_CORE_SHARE`.
-        """
-        seconds = (
-            (time.thread_time() - self._began) / limits.MAX_DRAW_CORE_SHARE if is_crowded() else 0.0
-        )
-        self._interval = max(
-            limits.MIN_DRAW_INTERVAL_S,
-            size / limits.MAX_BYTES_PER_S,
-            min(limits.MAX_DRAW_INTERVAL_S, seconds),
-        )
 
 
 class HtmlDisplay(Display):
@@ -135,4 +117,3 @@ class HtmlDisplay(Display):
             self._handle = show(data)
         else:
             self._handle.update(data, raw=True)
-        self._pace.record_drawing(wire_size(*data.values()))

@@ -25,7 +25,7 @@ class RankOutputs:
 
     def update(self, state: RunState, now: float) -> None:
         """Show new and changed displays."""
-        if not 0 <= now - self._updated_at < limits.OUTPUT_INTERVAL_S:
+        if not 0 <= now - self._updated_at < limits.MAX_DRAW_INTERVAL_S:
             self._updated_at = now
             self._show(state.ranks[self._rank or 0])
 

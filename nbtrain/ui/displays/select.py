@@ -118,7 +118,7 @@ class GuardedDisplay:
         """Handle clicks, and show the present state if that works."""
         self._attempt(self._display.listen)
         passed = time.monotonic() - self._failed
-        if passed > limits.DRAW_RETRY_S and not self._attempt(
+        if passed > limits.REPORT_INTERVAL_S and not self._attempt(
             partial(self._display.update, state, now)
         ):
             self._failed = time.monotonic()

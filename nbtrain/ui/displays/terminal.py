@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from typing import TextIO
@@ -41,12 +41,12 @@ class TextDisplay(Display):
             self._hang = state.hang
             _print([f"⚠ {state.hang}" if state.hang else "● the run continues"])
         if self._next_line_at is None:
-            self._next_line_at = now + limits.PROGRESS_INTERVAL_S
+            self._next_line_at = now + limits.REPORT_INTERVAL_S
             _print([f"● {state.full_title}: {run_texts.facts(state, now)}"])
         elif (
-            not 0 < self._next_line_at - now <= limits.PROGRESS_INTERVAL_S
+            not 0 < self._next_line_at - now <= limits.REPORT_INTERVAL_S
         ):  # it is reached, or the clock was set
-            self._next_line_at = now + limits.PROGRESS_INTERVAL_S
+            self._next_line_at = now + limits.REPORT_INTERVAL_S
             _print(self._progress_lines(state))
 
     def _progress_lines(self, state: RunState) -> list[str]:
@@ -123,10 +123,8 @@ class _Output:
             seen = [(now, line) for line in self._unprinted_lines(rank, state)]
             if seen:
                 self._pending.setdefault(rank.rank, []).extend(seen)
-        return [
-            *lines,
-            *self._merge_due_lines(state, math.inf if is_last else now - limits.OUTPUT_INTERVAL_S),
-        ]
+        seen_by = math.inf if is_last else now - limits.MAX_DRAW_INTERVAL_S
+        return [*lines, *self._merge_due_lines(state, seen_by)]
 
     def _unprinted_lines(self, rank: RankState, state: RunState) -> Iterator[str]:
         new = rank.log_count - self._printed.get(rank.rank, 0)
@@ -138,7 +136,12 @@ class _Output:
         is_last = self._is_raised and state.attempt == state.attempts
         has_raised = is_last and rank.status not in ("starting", "running")
         lines = merged_log.lines_of(rank, state, new)
-        yield from self._drop_traceback(rank, lines) if has_raised else lines
+        if not has_raised:
+            yield from lines
+        elif rank.rank not in self._failed_ranks:
+            if ev.TRACEBACK_FOLLOWS in lines:
+                self._failed_ranks.add(rank.rank)
+            yield from merged_log.cut_traceback(lines)
 
     def _merge_due_lines(self, state: RunState, seen_by: float) -> Iterator[str]:
         """Yield the lines that all active ranks have printed, and those seen before `seen_by`.
@@ -157,14 +160,6 @@ class _Output:
             del self._pending[rank][: len(lines)]
         for ranks, line in merged_log.merge_logs(pending):
             yield f"[{format_ranks(ranks)}] {line}"
-
-    def _drop_traceback(self, rank: RankState, lines: Sequence[str]) -> Sequence[str]:
-        if rank.rank in self._failed_ranks:
-            return ()
-        if ev.TRACEBACK_FOLLOWS not in lines:
-            return lines
-        self._failed_ranks.add(rank.rank)
-        return lines[: lines.index(ev.TRACEBACK_FOLLOWS)]
 
 
 def can_redraw(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:

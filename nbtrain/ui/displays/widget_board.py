@@ -9,9 +9,9 @@ from typing import Any
 
 from ...tracking import limits as tracking_limits
 from ...tracking.state import RunState
-from .. import limits
-from ..board import board, header
-from .html_display import Display, Pace, bundle, show, wire_size
+from .. import limits, run_texts
+from ..board import board
+from .html_display import Display, Pace, bundle, show
 from .kernel_comms import Pump
 from .widget_controls import Controls
 
@@ -37,10 +37,7 @@ class WidgetDisplay(Display):
     """
 
     def __init__(
-        self,
-        pump: Pump | None,
-        stop: Callable[[], None],
-        stacks: Callable[[], object],
+        self, pump: Pump | None, stop: Callable[[], None], stacks: Callable[[], object]
     ) -> None:
         self._pump = pump
         self._stop, self._stacks = stop, stacks
@@ -104,23 +101,16 @@ class WidgetDisplay(Display):
 
     def _draw(self, state: RunState, now: float) -> None:
         choices = board.ViewChoices() if self._controls is None else self._controls.choices
-        changed = [
-            (part, drawn)
-            for part, drawn in zip(self._parts, board.parts(state, now, choices), strict=True)
-            if drawn != part.value
-        ]
-        for part, drawn in changed:
-            part.value = drawn
-        if changed:
-            self._pace.record_drawing(wire_size(*(drawn for _, drawn in changed)))
+        for part, drawn in zip(self._parts, board.parts(state, now, choices), strict=True):
+            part.value = drawn  # which sends nothing to the page if it is the same
         if self._controls is not None:
             self._controls.follow(state, now)
         self._update_status(state, now)
 
     def _update_status(self, state: RunState, now: float) -> None:
         """Have a screen reader read the status when it changes, and every few seconds."""
-        status = header.status(state)
-        if status != self._last_status[0] or now - self._last_status[1] >= limits.STATUS_INTERVAL_S:
+        status = run_texts.status(state)
+        if status != self._last_status[0] or now - self._last_status[1] >= limits.REPORT_INTERVAL_S:
             self._last_status = status, now
             self._status_html.value = board.draw_screen_reader_status(state, now)
 
