@@ -96,7 +96,7 @@ def _parts(
     curves = charts.curves_of(marked, choices.metric)
     rate = charts.rate_of(marked) if choices.metric not in RATES else None
     picture = charts.draw_picture(marked, now, curves[:1], rate, log=choices.log)
-    above = header.draw(marked, now)
+    above = header.draw(marked, now, picture.late_steps if picture is not None else None)
     below = _draw_beside(epoch_rows.draw(state), ranks)
     drawn = charts.draw(picture, curves, marked, log=choices.log)
     return title, notes, f"{above}{drawn}{below}", printed

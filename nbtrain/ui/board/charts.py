@@ -42,6 +42,8 @@ class Picture:
     strips: strips.Strips | None
     band: str
     """The explanation of the band around the large curve."""
+    late_steps: tuple[int, int] | None
+    """The first and the last step at which a slow rank waited for data alone."""
 
 
 @dataclass(frozen=True)
@@ -217,13 +219,17 @@ def draw_picture(
             marks, labels, y = marks + drawn, labels + texts, y + CANVAS.rate_px + 12
     axis = y  # of the curves: above strips with an axis of time of their own
     y += CANVAS.bottom_px if is_over_time and main is not None else 0
-    bottom = y
+    bottom, late_steps = y, None
     if rows is not None:
         bottom += rows.height
-        marks += strips.draw(rows, y, width)
+        top = y if is_over_time else CANVAS.top_px
+        shade, shares = _shade_lone_wait(state, rows, top, bottom, width)
+        marks = shade + marks + strips.draw(rows, y, width)
         labels += _rank_labels(rows, state, y)
         if rows.seconds is not None:
             labels += _time_labels(rows.seconds, bottom + 10)
+        elif shares is not None and x is not None:
+            late_steps = round(x.high * shares[0]), round(x.high * shares[1])
     if x is not None and (main is not None or not is_over_time):
         axis = axis if is_over_time else bottom
         rules, texts = _draw_epochs(state, x, axis, width)
@@ -231,7 +237,8 @@ def draw_picture(
     text = main.text if main is not None else "what each rank did over time"
     has_band = main is not None and len(main.series.ends) > 1
     band = f"light band: {main.name[:24]} of all ranks" if has_band and main is not None else ""
-    return Picture(marks, tuple(labels), bottom + CANVAS.bottom_px, text, rows, band)
+    height = bottom + CANVAS.bottom_px
+    return Picture(marks, tuple(labels), height, text, rows, band, late_steps)
 
 
 def _step_scale(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
@@ -384,14 +391,33 @@ def _draw_rate(
     return marks, [Label(0, top + CANVAS.rate_px / 2, curve.name, "left"), label]
 
 
+_FAILED = ("failing", "failed")
+
+
+def _shade_lone_wait(
+    state: RunState, rows: strips.Strips, top: int, bottom: int, units: int
+) -> tuple[str, tuple[float, float] | None]:
+    """Shade the steps at which a slow rank waited for data alone.
+
+    Return also the begin and the end of these steps, as shares of the canvas' width.
+    """
+    has_failed = any(rank.status in _FAILED for rank in state.ranks)
+    slow = (rank.rank for rank in state.ranks if rank.hang == "slow?" and not has_failed)
+    found = next(filter(None, (strips.find_lone_wait(rows, rank) for rank in slow)), None)
+    if found is None:
+        return "", None
+    x, width = units * found[0], units * (found[1] - found[0])
+    shade = f'<rect x="{x:.0f}" y="{top}" width="{width:.0f}" height="{bottom - top}" '
+    return f'{shade}fill="{theme.AMBER}" fill-opacity=".14"/>', found
+
+
 def _rank_labels(rows: strips.Strips, state: RunState, top: int) -> list[Label]:
     """Return the numbers of ranks beside the strips, with a distance that keeps them readable.
 
     The first, failed, slow and last ranks have precedence.
     """
     every, last = -(-13 // rows.pitch), len(rows.names) - 1
-    failed = ("failing", "failed")
-    named = [r.rank // rows.per for r in state.ranks if r.hang == "slow?" or r.status in failed]
+    named = [r.rank // rows.per for r in state.ranks if r.hang == "slow?" or r.status in _FAILED]
     labels: dict[int, Label] = {}
     for at in [0, *named, last, *range(0, last, every)]:
         if all(abs(at - other) >= every for other in labels):

@@ -39,9 +39,12 @@ class Figure(NamedTuple):
     remarks: tuple[str, ...] = ()
 
 
-def draw(state: RunState, now: float) -> str:
-    """Draw the progress bar of the run, its problem, and the key figures."""
-    return f"{_draw_bar(state)}{_draw_problem(state)}{_draw_figures(state, now)}"
+def draw(state: RunState, now: float, late_steps: tuple[int, int] | None = None) -> str:
+    """Draw the progress bar of the run, its problem, and the key figures.
+
+    `late_steps` are the first and the last step for which only a slow rank waited for its data.
+    """
+    return f"{_draw_bar(state)}{_draw_problem(state, late_steps)}{_draw_figures(state, now)}"
 
 
 def title(state: RunState, now: float) -> str:
@@ -70,7 +73,7 @@ def title(state: RunState, now: float) -> str:
     )
 
 
-def _draw_problem(state: RunState) -> str:
+def _draw_problem(state: RunState, late_steps: tuple[int, int] | None) -> str:
     """Draw the problem of a run and what to do about it: a failure, a hang, a slow rank."""
     culprit = verdict.find_culprit(state)
     if culprit is not None:
@@ -78,6 +81,8 @@ def _draw_problem(state: RunState) -> str:
     text = run_texts.trouble(state)
     if not text:
         return ""
+    if late_steps is not None:
+        text = f"{text} (steps {late_steps[0]:,}–{late_steps[1]:,})"
     tones = theme.STUCK if run_texts.is_stuck(state) else theme.WARN
     tones = theme.tones(state.status) if run_texts.has_ended_badly(state) else tones
     advice = "" if run_texts.is_restarted(state) else next_step(state)

@@ -146,6 +146,18 @@ def _lone_waits(bands: list[str], row: int) -> list[int]:
     return waits if len(waits) >= 6 else []
 
 
+def find_lone_wait(strips: Strips, rank: int) -> tuple[float, float] | None:
+    """Return the begin and the end of the time when only this rank waits for data.
+
+    Both are shares of the canvas' width. Return None if ranks share strips, or if the rank waits in
+    too few columns.
+    """
+    if strips.names != list(range(len(strips.names))) or rank >= len(strips.names):
+        return None
+    alone = _lone_waits(strips.bands, rank)
+    return (alone[0] / strips.columns, (alone[-1] + 1) / strips.columns) if alone else None
+
+
 def draw(strips: Strips, top: int, width: int) -> str:
     """Draw strips as SVG elements, `width` units wide, which begin at `top`."""
     scale = f"translate(0 {top}) scale({width / strips.columns:.5g} 1)"

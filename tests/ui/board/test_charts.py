@@ -13,7 +13,7 @@ from nbtrain.tracking.curves import smooth
 from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import PreviousRun, RankState, RunState
-from nbtrain.ui.board import board, charts, theme
+from nbtrain.ui.board import board, charts, strips, theme
 from nbtrain.ui.board.canvas import CANVAS
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -103,6 +103,15 @@ def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
     assert "distance" in pages.pop()
 
 
+def picture(name: str) -> charts.Picture:
+    """Return the canvas of a state."""
+    state, now = board_states.drawn_at(name)
+    state = stragglers.mark_slow_ranks(state)
+    made = charts.draw_picture(state, now, charts.curves_of(state)[:1], charts.rate_of(state))
+    assert made is not None
+    return made
+
+
 def places(path: str) -> list[tuple[float, float]]:
     """Return the points of a path of relative pieces."""
     x, y = map(float, re.match(r"M(\S+) (\S+?)l", path).groups())  # type: ignore[union-attr]
@@ -114,22 +123,37 @@ def places(path: str) -> list[tuple[float, float]]:
     return found
 
 
-def test_a_slow_loader_is_at_one_place_in_curve_and_strip() -> None:
+def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     """Rank 3 of four waits for its data from step 240 on: all ranks step at half the pace."""
-    state, now = board_states.drawn_at("slow-data")
-    state = stragglers.mark_slow_ranks(state)
-    made = charts.draw_picture(state, now, charts.curves_of(state)[:1], charts.rate_of(state))
-    assert made is not None
-    assert made.strips is not None
+    made = picture("slow-data")
+    assert made.late_steps is not None
     (end,) = (float(x.text) for x in made.labels if x.is_strong and x.text.isdigit())
     per_step = next(x.x for x in made.labels if x.text == str(int(end))) / end
-    first = 240 * per_step * CANVAS.width_units
+    first, last = (step * per_step * CANVAS.width_units for step in made.late_steps)
+    (shade,) = re.findall(r'<rect x="(\d+)" y="\d+" width="(\d+)"', made.marks)
+    assert [int(shade[0]), int(shade[0]) + int(shade[1])] == [
+        pytest.approx(first, abs=4),
+        pytest.approx(last, abs=4),
+    ]
+    assert first == pytest.approx(240 * per_step * CANVAS.width_units, abs=8)
     (rate,) = re.findall(rf'd="([^"]*)" fill="none" stroke="{theme.GREY}"', made.marks)
     falls = [x for (x, y), (_, after) in pairwise(places(rate)) if after > y]
-    assert falls[0] == pytest.approx(first, abs=16)  # the bump
+    assert falls[0] == pytest.approx(first, abs=12)  # the bump
+    assert made.strips is not None
     waits = [i for i, letter in enumerate(made.strips.bands[3]) if letter == "d"]
     late = [i * CANVAS.width_units / made.strips.columns for i in waits]
-    assert next(x for x in late if x > 0.7 * CANVAS.width_units) == pytest.approx(first, abs=12)
+    assert next(x for x in late if x > 0.7 * CANVAS.width_units) == pytest.approx(first, abs=8)
+    page = drawn(board_states.drawn_at("slow-data")[0])
+    assert f"the others 1 % (steps {made.late_steps[0]}–{made.late_steps[1]})" in page
+
+
+def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
+    letters = {True: "c" * 20 + "dc" * 20 + "c" * 40, False: "c" * 100}
+    bands = [letters[rank == 5] for rank in range(8)]
+    found = strips.find_lone_wait(strips.Strips(bands, list(range(8)), 200, None), 5)
+    assert found == (pytest.approx(0.1), pytest.approx(0.295))
+    together = [letters[True]] * 8  # all wait: it is no single rank's
+    assert strips.find_lone_wait(strips.Strips(together, list(range(8)), 200, None), 5) is None
 
 
 def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
