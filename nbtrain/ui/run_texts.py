@@ -91,7 +91,7 @@ def headline(state: RunState, now: float) -> tuple[str, str]:
     elif key == "running" and slow:
         key, text = "slow", f"running, {shorten(format_ranks(slow), 40)} slow"
     elif key == "running" and not _has_moved(state):
-        name, _ = _present_phase(state)
+        name, _ = _phases(state)[-1]
         count = f" {_count_joined(state)}/{state.world_size}" if name == ev.JOINING else ""
         text = f"{name}{count}" or text
     return key, text
@@ -114,7 +114,7 @@ def sentence(state: RunState, now: float) -> str:
 
 
 def phase(state: RunState, now: float) -> str:
-    """Return what a run does before its first step, and for how long; empty after that step."""
+    """Return what a run has done before its first step, each with its seconds; after it, empty."""
     ranks = [rank for rank in state.ranks if not rank.is_over]
     is_waiting = state.status in ("starting", "running") and not state.message
     if not is_waiting or not ranks or _has_moved(state):
@@ -123,12 +123,18 @@ def phase(state: RunState, now: float) -> str:
     if started < len(ranks):
         count = f" {started}/{state.world_size}" if state.world_size > 1 else ""
         return f"starting the ranks{count} · {whole_seconds(state.elapsed(now))}"
-    name, began = _present_phase(state)
+    *earlier, (name, began) = phases = _phases(state)
+    ends = (begin for _, begin in phases[1:])
+    parts = [
+        f"{known or 'your code'} · {whole_seconds(end - begin)}"
+        for (known, begin), end in zip(earlier, ends, strict=True)
+        if end - begin >= 1
+    ]
     text = name or "your code, before the first step"
     if name == ev.JOINING:
         all_ranks = plural(state.world_size, "rank")
         text = f"joining the others: {_count_joined(state)} of {all_ranks} there"
-    return f"{text} · {whole_seconds(max(0.0, now - began))}"
+    return " › ".join([*parts, f"{text} · {whole_seconds(max(0.0, now - began))}"])
 
 
 def _has_moved(state: RunState) -> bool:
@@ -139,12 +145,13 @@ def _has_moved(state: RunState) -> bool:
     )
 
 
-def _present_phase(state: RunState) -> tuple[str, float]:
-    """Return the phase of the foremost rank before its first step, and when it began."""
+def _phases(state: RunState) -> list[tuple[str, float]]:
+    """Return the phases of the foremost rank before its first step, each with its start."""
     rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
+    phases = [("", rank.started or state.created), *rank.phases]
     if rank.progress is not None and not rank.phase:
-        return "first batch", rank.progress.time - rank.progress.elapsed
-    return rank.phases[-1] if rank.phases else ("", rank.started or state.created)
+        phases.append(("first batch", rank.progress.time - rank.progress.elapsed))
+    return phases
 
 
 def _count_joined(state: RunState) -> int:

@@ -465,7 +465,7 @@ def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
     [
         ("starting", "starting the ranks 0/2 · 0 s"),
         ("importing", "your code, before the first step · 2 s"),
-        ("joining", "joining the others: 1 of 2 ranks there · 3 s"),
+        ("joining", "your code · 2 s › joining the others: 1 of 2 ranks there · 3 s"),
         ("compiling", "compiling · 11 s"),
         ("joining", "●train()joining 1/2"),
         ("first-batch", "first batch · 3 s"),
