@@ -30,6 +30,7 @@ def read_cell(source: str, filename: str, namespace: dict[str, Any], flags: int 
 
 
 def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
+    """Return the parameters of a function, each with the source of its default."""
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)
     defaults = [*[None] * required, *args.defaults, *args.kw_defaults]
@@ -116,6 +117,7 @@ def _script(cell: Cell) -> str:
 
 
 def _describe_parameter(parameter: Parameter, namespace: dict[str, Any]) -> str:
+    """Return a parameter for the run's title: with its number, if it has a short one."""
     name, text = parameter.name, parameter.default or ""
     if name in namespace:
         value = namespace[name]

@@ -163,6 +163,7 @@ def _parameters(
 
 
 def _fits(option: Option, value: Any) -> bool:
+    """Whether an option accepts a value."""
     if option.types and not isinstance(value, option.types):
         return False
     try:
@@ -251,6 +252,7 @@ def call_with_rank(name: str, parameters: Sequence[str]) -> str:
 
 
 def _fits_call(function: Callable[..., Any], args: Sequence[Any], given: Any) -> bool:
+    """Whether a function can be called with these arguments."""
     try:
         inspect.signature(function, follow_wrapped=False).bind(*args, **given)
     except TypeError:
@@ -259,6 +261,8 @@ def _fits_call(function: Callable[..., Any], args: Sequence[Any], given: Any) ->
 
 
 def _reader(option: Option) -> Callable[[str], Any]:
+    """Return the function that argparse reads an option's text by."""
+
     def read(text: str) -> Any:
         try:
             return None if option.none and text == option.none else option.read(text)
@@ -276,6 +280,7 @@ class OptionParser(argparse.ArgumentParser):
         self.hint = hint
 
     def error(self, message: str) -> NoReturn:
+        """Raise `PlanError` with argparse's message, and the option that was probably meant."""
         if unknown := re.match(r"unrecognized arguments: (-[^\s=]+)", message):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
             counts_ranks = re.search(r"nproc|gpus|world.size|devices", unknown[1])

@@ -125,10 +125,7 @@ class Plan:
         nargs="+",
         types=(str, Iterable),
         convert=options.read_variables,
-        must_be=(
-            f"variable names (NAME, or NAME{options.OF_ALL})",
-            options.is_output,
-        ),
+        must_be=(f"variable names (NAME, or NAME{options.OF_ALL})", options.is_output),
     )
     sync: bool = option(
         "--no-sync",
@@ -194,10 +191,7 @@ class Plan:
         part="ray",
     )
     timeout: float | None = option(
-        "--timeout",
-        "stop the run after this many seconds",
-        **options.SECONDS,
-        metavar="SECONDS",
+        "--timeout", "stop the run after this many seconds", **options.SECONDS, metavar="SECONDS"
     )
     max_restarts: int = option(
         "--max-restarts",

@@ -229,6 +229,7 @@ def _text_name(node: ast.expr) -> str:
 
 
 def _name_of(node: ast.expr) -> str:
+    """Return the last name of an expression: ``token`` for ``config["token"]``; or ""."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -312,6 +313,7 @@ def _replace_secrets(
 
 
 def _comments(source: str, until: int) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yield the comments of a source up to a line, each with its position."""
     with contextlib.suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.start[0] > until:

@@ -146,6 +146,7 @@ def _loader_contents(reference: Reference) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(value: Any) -> Kind | None:
+    """Return what a value is that a forked rank cannot share with the notebook, if it is."""
     # By its type: reading ``__class__`` of a proxy may end the kernel.
     cls, sqlite = type(value), sys.modules.get("sqlite3")
     if sqlite is not None and issubclass(cls, sqlite.Connection):

@@ -94,6 +94,7 @@ class Invocation:
         return self._parameters()[1]
 
     def _parameters(self) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Return the names of the function's positional parameters, and all defaults."""
         if not self.functions:
             return (), {}
         function = self.functions[-1]
@@ -131,6 +132,7 @@ def unwrap_call(
 
 
 def _unwrap_task(call: Call) -> Invocation:
+    """Return what a call will call: through wrappers, bound methods and classes."""
     called = unwrap_call(call.function, call.args, call.kwargs)
     if called.functions:
         return called
@@ -295,6 +297,7 @@ def forget_references(task: Task) -> None:
 
 
 def _find_references(task: Task) -> list[Reference]:
+    """Return each value that a task refers to, once, with the shortest name for it."""
     lookups: list[tuple[str, Any]] = []
     if isinstance(task, Cell):
         roots = [*arguments(task).items(), *variables(task).items()]
@@ -521,6 +524,7 @@ def _written_workers(source: str) -> Iterator[int]:
 
 
 def _source(function: FunctionType | None) -> str:
+    """Return the source of a function, or "" where it cannot be read."""
     if function is None:
         return ""
     try:

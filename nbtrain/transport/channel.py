@@ -85,6 +85,7 @@ class Channel:
         return message, descriptors[0] if descriptors else None
 
     def _receive(self, size: int, *, with_data: bool = False) -> tuple[bytes, list[int]]:
+        """Return `size` bytes, and descriptors that came with them. Raises `EOFError`."""
         parts, descriptors = bytearray(), list[int]()
         while len(parts) < size:
             if self._deadline is not None and time.monotonic() > self._deadline:

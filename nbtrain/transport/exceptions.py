@@ -67,6 +67,7 @@ class CapturedException:
 
     @property
     def headline(self) -> str:
+        """The exception in one line: its type and the first line of its text."""
         lines = self.text.strip().splitlines()
         if lines and (caught := _CAUGHT_IN_WORKER.fullmatch(lines[0])):
             # torch puts the exception of a worker, with its traceback, into a message of its own
@@ -128,6 +129,7 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
+    """Yield the frames of a traceback with the exact place in each line."""
     while tb is not None:
         code, line = tb.tb_frame.f_code, tb.tb_lineno or 1
         span = (line, line, 0, 0)
@@ -147,6 +149,7 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 
 def _safe_str(value: object) -> str:
+    """Return the text of a value, cut to a limit; never raises."""
     try:
         text = str(value)
         if len(text) <= MAX_EXCEPTION_CHARS:
@@ -189,6 +192,7 @@ def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> b
 
 
 def _is_portable(value: Any, shared: frozenset[type]) -> bool:
+    """Whether a value can be pickled here and unpickled again."""
     try:
         result_pickler.loads(result_pickler.dumps(value, shared, limit=CHUNK_BYTES))
     except Exception:  # from its reducer
@@ -206,6 +210,7 @@ class _Parts:
 
 
 def _rebuild(value: Any) -> Any:
+    """Return an exception made of its class, arguments and attributes."""
     if not isinstance(value, _Parts):
         return value
     error = value.cls.__new__(value.cls, *value.args)
@@ -244,6 +249,7 @@ def set_notes(error: BaseException, notes: list[str]) -> None:
 
 
 def _instance(captured: CapturedException) -> BaseException:
+    """Return the exception itself, or a `RankError` where it cannot be unpickled here."""
     if captured.pickled is not None:
         try:
             error = _rebuild(result_pickler.loads(captured.pickled))

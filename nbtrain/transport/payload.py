@@ -101,6 +101,7 @@ def pack_values(
 def _pack(
     plan: Plan, modules: Sequence[str], settings: dict[str, Any] | None, there: Mapping[int, Part]
 ) -> PackedPlan:
+    """Pickle a plan into a file in memory. Raises `PlanError` that names what cannot leave."""
     import torch
 
     packing = Packing(plan, there)
@@ -260,6 +261,7 @@ class Pickler(CodePickler):
         self.globals_ref[id(self.packing.main)] = _Namespace(__name__="__main__")
 
     def reducer_override(self, obj: Any) -> Any:
+        """Pickle notebook classes by value, parts that ranks have by name, tensors as shared."""
         packing = self.packing
         if part := packing.there.get(id(obj)):
             return _get_own_part, part

@@ -46,6 +46,7 @@ class _ProcessSettings:
 
 
 def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
+    """Set what `sys` and `multiprocessing` of the kernel have."""
     sys.argv[:] = argv
     if authkey:  # it is empty on another host
         multiprocessing.current_process().authkey = authkey

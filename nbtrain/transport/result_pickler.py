@@ -69,6 +69,7 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(f"it calls sys.exit({error.code!r})") from error
 
     def reducer_override(self, obj: Any) -> Any:
+        """Pickle modules by name, code with its file, and values of frameworks as they ask."""
         # A module of another class, such as `torch.backends.cudnn`, which cloudpickle rejects.
         is_module = issubclass(type(obj), types.ModuleType)
         name = obj.__name__ if is_module and type(obj) is not types.ModuleType else None
@@ -90,6 +91,7 @@ class ResultPickler(CodePickler):
         self._shared = shared
 
     def reducer_override(self, obj: Any) -> Any:
+        """Pickle shared classes by name, and tensors as tensors on the CPU."""
         if isinstance(obj, type) and obj in self._shared:
             return _class_of_main, (obj.__qualname__,)
         torch = sys.modules.get("torch")
@@ -101,6 +103,7 @@ class ResultPickler(CodePickler):
 
 
 def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
+    """Return how to pickle a tensor of another device as one on the CPU."""
     if tensor.device.type in ("cpu", "meta"):
         return NotImplemented
     moved = tensor.detach().cpu()
@@ -276,6 +279,7 @@ def find_unpicklable(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value, each with how an expression would name it."""
     if isinstance(value, dict):
         yield from ((f"[{k!r}]", v) for k, v in value.items())
     elif isinstance(value, (list, tuple)):

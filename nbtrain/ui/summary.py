@@ -216,6 +216,7 @@ def peak_memory(rank: RankState) -> int:
 
 
 def memory_parts(ranks: Iterable[RankState]) -> tuple[MemoryPart, ...]:
+    """Return the parts of the ranks' memory, each with its largest size and that rank."""
     sizes: dict[str, dict[int, int]] = {}
     for rank in ranks:
         for name, size in rank.bytes_by_part(most=True).items():

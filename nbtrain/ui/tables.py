@@ -59,6 +59,7 @@ def html_table(
 
 
 def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
+    """Draw a row of a table of HTML."""
     heading = f";font-weight:400;font-size:12px;{theme.SOFT}" if tag == "th" else ""
     border = "1px solid rgba(128,128,128,.4)" if heading else "0"
     span = f' colspan="{len(styles) - len(row) + 1}"' if len(row) < len(styles) else ""

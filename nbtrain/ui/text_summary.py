@@ -32,6 +32,7 @@ def summary(state: RunState, now: float) -> str:
 
 
 def _ranks(state: RunState) -> list[str]:
+    """Return a line for each rank; of many ranks, the spread and the ranks that differ."""
     if state.world_size <= MAX_RANK_ROWS:
         return [rank_line(rank, state) for rank in state.ranks]
     spread = [f"  {name}: {values}" for name, values in rank_texts.spread(state)]

@@ -158,6 +158,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
             self.use_rawinput = False
 
         def interaction(self, frame: FrameType | None, trace: Any = None) -> None:
+            """Talk to the user while no other thread does; continue if the connection has ended."""
             with file.turn:
                 file.is_over = is_over
                 file.open(*_place(frame, trace))
@@ -187,6 +188,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
             self.cmdloop()
 
         def get_stack(self, frame: FrameType | None, trace: Any) -> tuple[list[Any], int]:
+            """Return the frames from the user's code on, and the index of the present one."""
             stack, index = super().get_stack(frame, trace)
             files = [each.f_code.co_filename for each, _ in stack[:index]]
             first = max((i + 1 for i, file in enumerate(files) if file in RANK_BODY), default=0)
@@ -196,6 +198,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
             return stack[first:], index - first
 
         def do_quit(self, arg: str) -> bool:
+            """q(uit): end the run; after an exception, leave the debugger."""
             if not is_over:
                 file.quit()
             self.clear_all_breaks()

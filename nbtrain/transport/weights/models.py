@@ -161,6 +161,7 @@ def find_parts(values: Mapping[str, Any]) -> dict[int, Part]:
 
 
 def _list_parts(value: Any) -> Iterator[tuple[Any, str, str]]:
+    """Yield the parts of a model or an optimizer: each with its kind and path."""
     if is_model(value):
         paths = plain_paths(value)
         for path, module in value.named_modules():
@@ -360,6 +361,7 @@ class ModelAtStart:
         return Finding("changed-model", text, self._remedy(step))
 
     def _remedy(self, step: str) -> str:
+        """Return how to load the trained weights into a model that was changed by `step`."""
         line = f"nbtrain.last_run().load({self._variable})"
         if step:
             return f"After the run, `{step}; {line}` loads the trained weights."
@@ -369,6 +371,7 @@ class ModelAtStart:
         )
 
     def _describe_difference(self, name: str, tensors: Mapping[str, Any]) -> str:
+        """Return how a tensor differs from the notebook's in shape, type or presence."""
         if name not in tensors:
             return f"it no longer has `{name}` in the ranks"
         if name not in self._kinds:

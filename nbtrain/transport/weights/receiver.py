@@ -109,6 +109,7 @@ class ResultReceiver:
     def _receive(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]
     ) -> list[ev.ArtifactLoaded]:
+        """Load all that was saved; return an event for each value, with its trouble."""
         troubles: dict[str, Finding] = {}
         for sent in saved:
             if sent.trouble:

@@ -94,6 +94,7 @@ class ResultSender:
             self._patch_libraries()
 
     def _patch_libraries(self) -> None:
+        """Watch for FSDP and pipeline stages, whose parts are gathered in other ways."""
         fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
         patch(fsdp, "__init__", self._fsdp_init)
         # Private (seen in torch 2.4 to 2.13): both the stages that the user makes and those that
@@ -108,6 +109,7 @@ class ResultSender:
         return {}
 
     def _remember_models(self) -> None:
+        """Keep what the notebook's models were before the task, to describe changes."""
         variables = public(namespace(self._plan.task))
         for name, value in self._sent.items():
             if is_model(value):
@@ -268,6 +270,7 @@ class ResultSender:
 
     @contextlib.contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
+        """Report an exception of the body as the reason why `name` was not saved."""
         try:
             yield
         except _FolderError as error:
@@ -280,6 +283,7 @@ class ResultSender:
         self._writer.write(ev.ArtifactSaved(clock.now(), self._rank, name, **about))
 
     def _write(self, name: str, content: WeightFile) -> None:
+        """Save weights under a name, whole or not at all, and report them."""
         path = self._folder.weights_of(name)
         partial = path.with_suffix(".partial")
         try:
@@ -351,6 +355,7 @@ class ResultSender:
     # Variables
 
     def _send_values(self) -> None:
+        """Pickle the variables that ``--out`` names, and report those that are missing."""
         wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
         pickled: dict[str, bytes] = {}
         variables = named_values(self._plan.task)
@@ -390,6 +395,7 @@ class ResultSender:
             self._report(asked.removesuffix(OF_ALL), size=len(data), **about)
 
     def _check_is_in_no_stage(self, value: Any) -> None:
+        """Raise `NbtrainError` if pipeline stages hold a value's layers."""
         models = [value] if is_model(value) else []
         if hasattr(value, "param_groups"):
             models = [model for model in self._returned.values() if is_model(model)]

@@ -179,6 +179,7 @@ class WeightReader:
                 yield name, file.get_tensor(name)
 
     def _map(self) -> Any:
+        """Open the file for reading. Raises `NbtrainError` if it is damaged."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -187,6 +188,7 @@ class WeightReader:
             raise self._damage_error(str(error)) from error
 
     def _read_about(self) -> dict[str, Any]:
+        """Return the header of the file. Raises `NbtrainError` if it is not nbtrain's."""
         with self._map() as file:
             metadata, names = file.metadata() or {}, set(file.keys())
         text = metadata.get(_ABOUT)
@@ -392,6 +394,8 @@ def _replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _check_is_readable(state: Any) -> None:
+    """Raise `TypeError` for a state that ``torch.load`` would refuse, with its path."""
+
     def read(value: Any) -> None:
         decode(save_to_bytes(value))
 
@@ -507,6 +511,10 @@ def _prepare_model(
 def _prepare_tensors(
     file: WeightReader, module: torch.nn.Module, is_handed_over: bool
 ) -> Callable[[], bool]:
+    """Check that a file fits a model, and return a function that loads it.
+
+    That function returns whether any tensor changed. Raises `NbtrainError` for what does not fit.
+    """
     tied, unchanged = file.about["tied"], file.about["unchanged"]
     parts, tensors = _parts_with_extra_state(module), contents(module)
     optional = {*file.about["transient"], *transient_names(module)}
@@ -563,10 +571,7 @@ def _write(
             for part, state in states:
                 errors: list[str] = []
                 version = {"version": part._version}
-                own = {
-                    **part._parameters,
-                    **part._buffers,
-                }  # a part may read them
+                own = {**part._parameters, **part._buffers}  # a part may read them
                 given = {n: t for n, t in own.items() if t is not None} | state
                 part._load_from_state_dict(given, "", version, False, [], [], errors)
                 if errors:
@@ -588,6 +593,7 @@ _Kind = tuple[tuple[int, ...], str]
 
 @functools.lru_cache  # a model has many tensors of few kinds
 def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
+    """Return the shape and the kind of numbers; widths of one kind count as the same."""
     layout, _, dtype = stored.rpartition(" ")
     number = re.match("[a-z]+", dtype.removeprefix("u"))
     kinds = {"bfloat": "float", "qint": "int", "quint": "int"}

@@ -252,6 +252,7 @@ def write_if_changed(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _assign_any_kind(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a quantized or sparse tensor to a value, in place."""
     import torch
 
     with torch.no_grad(), warnings.catch_warnings():

@@ -82,6 +82,7 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
 ) -> tuple[str, str, str, str]:
+    """Return the HTML of the board's four parts: title, notes, middle, and what was printed."""
     marked = rank_texts.mark_late_ranks(stragglers.mark_slow_ranks(state))
     notes = "".join(f"<div>{theme.format_code(note)}</div>" for note in run_texts.notes(state))
     notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
@@ -150,6 +151,7 @@ def _draw_memory(state: RunState) -> str:
 
 
 def _draw_results(state: RunState) -> str:
+    """Draw what the ranks returned, and what became of the values that they saved."""
     rows = "".join(
         f'<div><span style="{theme.SOFT}">{escape(result.arrow)}</span>'
         f'<span style="{theme.MONO}">{escape_shortened(result.text, 600)}</span></div>'

@@ -32,6 +32,7 @@ def draw(state: RunState) -> str:
 
 
 def _table(rows: Sequence[Epoch], table: EpochTable) -> str:
+    """Draw the table of epochs."""
     names = [shorten(name, 24) for name in table.columns]
     which = ["training"] if table.has_trainings else []
     lines: list[list[str | Cell]] = [[*which, "epoch", *names, "time", "step"]]

@@ -118,6 +118,7 @@ def next_step(state: RunState) -> str:
 
 
 def _list_endings(others: list[RankState], state: RunState) -> str:
+    """Return how the other ranks ended, in one line."""
     groups: dict[str, list[int]] = {}
     for rank in others:
         echo = verdict.is_secondary(rank, state)
@@ -171,6 +172,7 @@ _TILE = "flex:1 1 104px;min-width:0"
 
 
 def _draw_figures(state: RunState, now: float) -> str:
+    """Draw the key figures as tiles."""
     small = f"font-size:12px;line-height:1.35;{theme.SOFT}"
     drawn = "".join(
         f'<div style="{_TILE}"><div style="{small}">{escape(name)}</div>'
@@ -213,6 +215,7 @@ def figures(state: RunState, now: float) -> list[Figure]:
 
 
 def _done_figure(state: RunState) -> Figure | None:
+    """Return how much of the run is done, or what it took, if that is known."""
     done = eta.run_fraction(state)
     where, more = run_texts.run_position(state)
     if state.is_over:
@@ -231,6 +234,7 @@ def _done_figure(state: RunState) -> Figure | None:
 
 
 def _time_figure(state: RunState, now: float) -> Figure | None:
+    """Return the time left, of the run or of the epoch, if it can be estimated."""
     if state.is_over or run_texts.status(state) == "failing":
         return None
     if run_texts.is_stuck(state):
@@ -336,6 +340,7 @@ def _step(x: float) -> str:
 
 
 def _throughput(state: RunState) -> Figure | None:
+    """Return the samples or steps per second of all ranks, if they are known."""
     if state.is_over:
         return _mean_throughput(state)
     rates = state.curves.all

@@ -66,6 +66,7 @@ def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -
 
 
 def _draw_ended(state: RunState, count: int) -> str:
+    """Draw the folded log of a run that is over, merged and by rank."""
     board, most = limits.FINAL_BOARD, limits.MAX_RANK_ROWS
     lines = merge_last_lines(state, board.log_lines)
     drawn = _draw_folded(f"Log: {plural(count, 'line')}", lines, board.log_bytes // 2)

@@ -197,6 +197,7 @@ def _node(row: Row) -> str:
 
 
 def _loss(row: Row) -> str:
+    """Draw the loss of a row: the mean over its ranks, with the span as a tooltip."""
     losses = [rank.loss for rank in row.ranks if rank.loss is not None]
     if not losses:
         return ""
@@ -262,6 +263,7 @@ def _percent(row: Row) -> str:
 
 
 def _bar(row: Row, state: RunState) -> str:
+    """Draw the bar of a row, if the share that is done is known."""
     done, rank = _share(row), row.first
     if done is None:
         return ""

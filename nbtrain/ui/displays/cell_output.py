@@ -29,6 +29,7 @@ class CellOutput(Display):
             self._board.update(state, now)
 
     def finish(self, state: RunState, now: float) -> None:
+        """Complete the board, or print what the ranks printed if there is none."""
         if self._board is not None:
             self._board.finish(state, now)
         else:

@@ -112,6 +112,7 @@ class HtmlDisplay(Display):
         self._draw(state, now)
 
     def _draw(self, state: RunState, now: float) -> None:
+        """Show the board, or replace the one that is shown."""
         data = bundle(state, now)
         if self._handle is None:
             self._handle = show(data)

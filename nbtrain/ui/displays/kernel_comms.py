@@ -99,6 +99,7 @@ class CommPump:
             return None
 
     def _is_for_widgets(self, kind: str, content: Any, comm_ids: Collection[str]) -> bool:
+        """Whether a message of the page is one that a running cell must handle."""
         if kind in _REQUESTS:
             return True
         if kind == "comm_open" and content["target_name"] == CONTROL_TARGET:

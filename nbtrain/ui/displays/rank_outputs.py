@@ -43,6 +43,7 @@ class RankOutputs:
             show(_label(text))
 
     def _show(self, rank: RankState) -> None:
+        """Show a rank's displays: new ones below, changed ones in place, cleared ones empty."""
         if not rank.displayed or is_marimo():
             return
         if self._labelled is None:

@@ -128,6 +128,7 @@ class GuardedDisplay:
         self._attempt(partial(self._display.finish, state, now))
 
     def _attempt(self, act: Callable[[], None]) -> bool:
+        """Call the display; return False after an error, of which the first is a warning."""
         try:
             act()
         except Exception as error:  # a lost page or a changed library must not end the training

@@ -36,6 +36,7 @@ class TextDisplay(Display):
         self._hang = ""
 
     def update(self, state: RunState, now: float) -> None:
+        """Print new lines of the ranks, and the progress from time to time."""
         _print(self._output.new_lines(state))
         if state.hang != self._hang:
             self._hang = state.hang
@@ -60,6 +61,7 @@ class TextDisplay(Display):
         return moved
 
     def finish(self, state: RunState, now: float) -> None:
+        """Print the rest of the output, then the summary or the board."""
         _print(self._output.new_lines(state, is_last=True))
         if self.keep_html:
             show(bundle(state, now))
@@ -77,6 +79,7 @@ class TableDisplay(Display):
         """Lines of the table on the screen, right above the cursor."""
 
     def update(self, state: RunState, now: float) -> None:
+        """Draw the table of ranks in place of the last one, below new output."""
         if self._pace.is_due(state, now):
             size = shutil.get_terminal_size()
             table = text_summary.summary(replace(state, findings=()), now).split("\n")
@@ -127,6 +130,7 @@ class _Output:
         return [*lines, *self._merge_due_lines(state, seen_by)]
 
     def _unprinted_lines(self, rank: RankState, state: RunState) -> Iterator[str]:
+        """Yield a rank's lines since the last call; a traceback that is raised is cut."""
         new = rank.log_count - self._printed.get(rank.rank, 0)
         if new <= 0:
             return

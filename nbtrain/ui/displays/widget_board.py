@@ -52,6 +52,7 @@ class WidgetDisplay(Display):
         self._pace = Pace()
 
     def update(self, state: RunState, now: float) -> None:
+        """Draw the board if that is due, and show it the first time."""
         if self._box is None:
             self._open(state, now)
         has_choice = self._controls is not None and self._controls.has_changed()
@@ -64,6 +65,7 @@ class WidgetDisplay(Display):
                 self._handle = show({_VIEW: view, **forms, "text/html": html})
 
     def finish(self, state: RunState, now: float) -> None:
+        """Replace the widgets by the final board, which a saved notebook keeps."""
         data = bundle(state, now)
         self._drop_controls()
         if self._handle is not None:
@@ -81,6 +83,7 @@ class WidgetDisplay(Display):
             _close(self._box)
 
     def _open(self, state: RunState, now: float) -> None:
+        """Make the widgets of the board, with controls if the page can send messages."""
         import ipywidgets
 
         self._parts = [ipywidgets.HTML() for _ in board.parts(state, now)]
@@ -100,6 +103,7 @@ class WidgetDisplay(Display):
             _listening.add(self)
 
     def _draw(self, state: RunState, now: float) -> None:
+        """Draw each part of the board, and the menus."""
         choices = board.ViewChoices() if self._controls is None else self._controls.choices
         for part, drawn in zip(self._parts, board.parts(state, now, choices), strict=True):
             part.value = drawn  # which sends nothing to the page if it is the same
@@ -115,6 +119,7 @@ class WidgetDisplay(Display):
             self._status_html.value = board.draw_screen_reader_status(state, now)
 
     def listen(self) -> None:
+        """Handle the clicks that the page has sent; without a connection, drop the controls."""
         if self._pump is None or self._controls is None:
             return
         if not self._pump(listening_ids()):
@@ -122,6 +127,7 @@ class WidgetDisplay(Display):
             self._drop_controls()
 
     def _drop_controls(self) -> None:
+        """Remove the buttons and menus from the board."""
         if self._controls is None:
             return
         _listening.discard(self)

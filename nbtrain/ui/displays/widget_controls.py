@@ -55,6 +55,7 @@ class Controls:
         self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
 
     def _menu(self, name: str, *options: str) -> Any:
+        """Return a menu of options whose choice changes the board."""
         import ipywidgets
 
         style = {"description_width": "initial"}
@@ -150,6 +151,7 @@ class Controls:
             self._stacks_thread.start()
 
     def _show_stacks(self) -> None:
+        """Show the stacks of all ranks below the board, or why they cannot be read."""
         try:
             text = str(self._stacks())
         except Exception as error:  # a removed folder, or a process list that cannot be read
