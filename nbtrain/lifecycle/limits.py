@@ -4,10 +4,7 @@
 
 POLL_INTERVAL_S = 0.1
 """Between two reads of a run's folder, twice as long on a crowded host. A rank that ends wakes the
-loop at once."""
-
-DEBUGGER_POLL_S = 0.02
-"""The same while a user types to a debugger in a rank: a longer delay is felt."""
+loop at once. While a user types to a debugger in a rank, a fifth: a longer delay is felt."""
 
 FOLDER_CHECK_INTERVAL_S = 0.5
 """Between two checks whether the run's folder exists, its disk has space, and its supervisor runs.

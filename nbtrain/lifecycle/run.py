@@ -530,8 +530,7 @@ def _keep_curve(run: Run) -> None:
         return
     title = state.title if state.number is None else f"{state.title} #{state.number}"
     rounded = [
-        (x, float(f"{y:.5g}"))
-        for x, y in spread_evenly(points, tracking_limits.MAX_PREVIOUS_POINTS - 1)
+        (x, float(f"{y:.5g}")) for x, y in spread_evenly(points, tracking_limits.MAX_BINS // 4 - 1)
     ]
     _previous_curves.pop(state.name, None)
     _previous_curves[state.name] = {"title": title, "metric": metric, "points": rounded}

@@ -173,7 +173,7 @@ class Supervisor:
         attending = [each.attend(self.state) for each in self.companions]
         # Before drawing, which would take a CPU from the ranks as they start.
         timeout = limits.POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
-        exits = ranks.wait(limits.DEBUGGER_POLL_S if any(attending) else timeout)
+        exits = ranks.wait(limits.POLL_INTERVAL_S / 5 if any(attending) else timeout)
         if time.monotonic() >= self._next_folder_check:
             self._next_folder_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
             self._record(self._disk.recreate_folder(self.state))

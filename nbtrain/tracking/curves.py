@@ -210,7 +210,7 @@ class Series:
             self.nans += 1
         else:
             self.infinities += 1
-        while len(self.bins) > limits.MAX_CURVE_BINS:
+        while len(self.bins) > limits.MAX_BINS:
             self._halve()
 
     def _halve(self) -> None:

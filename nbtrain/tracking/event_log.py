@@ -51,7 +51,7 @@ class Reader:
         ranks = range(world_size)
         self.launcher = event_tail(folder.launcher_events)
         self.ranks = [event_tail(folder.events(r)) for r in ranks]
-        self.logs = [Tail(folder.log(r), limit=limits.MAX_LOG_READ_BYTES, skip=True) for r in ranks]
+        self.logs = [Tail(folder.log(r), limit=limits.MAX_TAIL_BYTES, skip=True) for r in ranks]
         self._order = deque(ranks)
 
     def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:

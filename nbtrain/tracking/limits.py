@@ -8,12 +8,13 @@ MAX_LOG_LINES = 200
 MAX_METRICS = 32
 """Metrics whose curve and, for each rank, last value are kept, the first that are logged."""
 
-MAX_CURVE_BINS = 256
-"""Bins of a curve. When it has more, it halves its resolution."""
+MAX_BINS = 256
+"""Bins of a curve and of a rank's timeline. With more of them, two become one. The next run of the
+same name shows a quarter as many points of the curve."""
 
 MAX_ITEMS = 1000
 """Epochs of a rank, values that it saved for the notebook, and cells that stacks can name, the last
-of each; and metrics without a curve that are counted."""
+of each; metrics without a curve that are counted; and events in memory when a run is reopened."""
 
 MAX_EVENTS_KEPT = 16
 """Restarts of a run, phases of a rank before its first step, and its progress bars, the last of
@@ -22,12 +23,8 @@ each. A loop that never closes its bars makes ever more."""
 MAX_NOTE_CHARS = 1000
 MAX_NAME_CHARS = 80
 
-MAX_PREVIOUS_POINTS = 64
-"""Points of the previous run's curve."""
-
 TIMELINE_BIN_S = 0.2
-MAX_TIMELINE_BINS = 240
-"""Bins of a rank's timeline. When it has more, they become twice as wide."""
+"""The first width of a timeline's bins. A rate needs an interval as long."""
 
 MIN_WAIT_SHARE = 0.05
 """A bin of a timeline with a smaller share of waiting for data counts as training."""
@@ -37,17 +34,11 @@ MAX_EPOCH_COLUMNS = 8
 
 # Rates, and what is concluded from them.
 
-MIN_RATE_S = 0.1
-"""A rate needs a longer interval."""
-
 RATE_WINDOW_S = 5.0
 """Rates and the share of waiting are averaged over this time."""
 
 MIN_ESTIMATE_S = 3.0
 """A time left needs this much training."""
-
-MAX_REMAINING_S = 366 * 86400.0
-"""A longer time left is not shown: a sampler of 10¹⁰ samples is not meant to end."""
 
 MAX_REPORT_AGE_S = 60.0
 """A time left counts down for so long without a new report."""
@@ -69,19 +60,13 @@ READ_TIMEOUT_S = 0.2
 DELETED_CHECK_INTERVAL_S = 0.1
 """Between two checks of a writer whether its file was deleted."""
 
-MAX_LOG_READ_BYTES = 1 << 16
-"""Read of a log in one call: the end of what is new."""
-
 MAX_TAIL_BYTES = 1 << 20
-"""The end of a log that is searched for its last lines when a run is reopened."""
+"""Read of a log in one call: the end of what is new, or of the log when a run is reopened."""
 
 MAX_MANIFEST_BYTES = 64 << 20
 
 MAX_RANKS = 1 << 16
 """A manifest with more ranks is damaged."""
-
-EVENTS_PER_FOLD = 4096
-"""Events in memory at a time when a run is reopened."""
 
 # Measuring ranks, host and GPUs.
 

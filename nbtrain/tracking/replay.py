@@ -106,7 +106,7 @@ def _number(value: Any) -> int | None:
 def _previous_run(record: Any) -> PreviousRun | None:
     """Return the run to compare with; None without one, or if its record is damaged."""
     with contextlib.suppress(TypeError, ValueError, KeyError, OverflowError):
-        points = record["points"][: limits.MAX_PREVIOUS_POINTS]
+        points = record["points"][: limits.MAX_BINS // 4]
         curve = tuple(sorted((float(x), float(y)) for x, y in points))
         is_valid = len(curve) > 1 and all(math.isfinite(x + y) for x, y in curve)
         title, metric = (strip_escapes(str(record[name]), 80) for name in ("title", "metric"))
@@ -144,7 +144,7 @@ def _fold_files(folder: RunFolder, reader: Reader, state: RunState) -> tuple[Run
     last_log = -math.inf
     ranks = range(state.world_size)
     events = heapq.merge(*map(_events_by_time, [reader.launcher, *reader.ranks]), key=itemgetter(0))
-    while chunk := list(islice(events, limits.EVENTS_PER_FOLD)):
+    while chunk := list(islice(events, limits.MAX_ITEMS)):
         last = max(last, chunk[-1][0])
         ready, closing = split_closing([event for _, event in chunk], closing)
         state = fold(state, ready)

@@ -123,7 +123,7 @@ def _rates(old: TrainingProgress, event: ev.TrainingUpdate) -> dict[str, Any]:
     seconds = event.elapsed - old.elapsed
     # No new counts, counts that started again, or an interval that is too short for a rate.
     has_restarted = event.steps < old.steps or event.waited < old.waited
-    has_no_rate = has_restarted or seconds < limits.MIN_RATE_S
+    has_no_rate = has_restarted or seconds < limits.TIMELINE_BIN_S
     # Until the window is full, the result is the mean of all intervals, so that the first one, in
     # which a training warms up, has no larger weight.
     window = (

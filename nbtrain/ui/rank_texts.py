@@ -9,7 +9,13 @@ from dataclasses import replace
 from statistics import median
 
 from ..hangs import verdict
-from ..system.text import format_bytes, format_duration, format_number, format_rate
+from ..system.text import (
+    MAX_DURATION_S,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_rate,
+)
 from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
 from ..tracking.overview import run_progress
@@ -112,7 +118,7 @@ def time_left(rank: RankState) -> str:
         return ""
     is_inside = len(loops) > 1 or len(rank.nest) > 1
     seconds = run_progress.remaining(rank) if is_inside else bar.remaining
-    is_known = seconds is not None and 0 < seconds <= tracking_limits.MAX_REMAINING_S
+    is_known = seconds is not None and 0 < seconds <= MAX_DURATION_S
     return format_duration(seconds) if is_known and seconds else ""
 
 

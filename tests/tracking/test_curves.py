@@ -31,7 +31,7 @@ def test_a_short_curve_keeps_every_point() -> None:
 
 def test_a_long_curve_is_halved_and_keeps_its_last_point() -> None:
     series = curve(losses([float(i) for i in range(10_001)]))
-    assert len(series.bins) <= limits.MAX_CURVE_BINS
+    assert len(series.bins) <= limits.MAX_BINS
     assert series.band[-1].x == 10_000
     assert all(b.low <= b.mean <= b.high for b in series.band)
     assert series.bounds == (0.0, 10_000.0)

@@ -75,7 +75,7 @@ def test_a_long_run_is_folded_in_chunks_and_in_little_memory(
     finally:
         tracemalloc.stop()
     assert sum(chunks) == 40_000
-    assert max(chunks) <= limits.EVENTS_PER_FOLD
+    assert max(chunks) <= limits.MAX_ITEMS
     assert peak < 10 << 20  # all of them at once take 18 MB
     at_once = fold(
         replay.initial_state(MANIFEST),

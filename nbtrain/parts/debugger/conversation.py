@@ -202,7 +202,7 @@ class Conversation(Companion):
         while open_ones and time.monotonic() < deadline:
             self._listen()
             open_ones = {r for r in open_ones if r in self._channels and r not in self._said}
-            time.sleep(limits.DEBUGGER_POLL_S if open_ones else 0.0)
+            time.sleep(limits.POLL_INTERVAL_S / 5 if open_ones else 0.0)
         for rank in ranks:  # in the order of ranks
             self._show_of(rank)
         for rank in sorted(open_ones):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...system.text import MAX_DURATION_S
 from .. import limits
 from ..state import ProgressBar, RankState, RunState, TrainingProgress
 from . import stragglers
@@ -50,7 +51,7 @@ def estimate_run(state: RunState, now: float) -> RunProgress:
     last = min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
     if last.remaining and stragglers.are_short_of_data(state):  # all ranks wait for that one
         factor = max(_slowdown(rank.progress) for rank in running)
-        return replace(last, remaining=min(limits.MAX_REMAINING_S, last.remaining * factor))
+        return replace(last, remaining=min(MAX_DURATION_S, last.remaining * factor))
     return last
 
 
@@ -187,7 +188,7 @@ def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
         return None
     since = min(limits.MAX_REPORT_AGE_S, max(0.0, now - reported))
     left = max(0.0, passed * (1 - done) / done - since)
-    return left if left < limits.MAX_REMAINING_S else None
+    return left if left < MAX_DURATION_S else None
 
 
 def _slowdown(trained: TrainingProgress | None) -> float:
@@ -207,7 +208,7 @@ def _remaining_in_epoch(rank: RankState, now: float) -> float | None:
     if trained is None or trained.bar is None or trained.elapsed < limits.MIN_ESTIMATE_S:
         return None
     left = trained.bar.remaining
-    if left is None or left > limits.MAX_REMAINING_S:
+    if left is None or left > MAX_DURATION_S:
         return None
     return max(0.0, left - min(limits.MAX_REPORT_AGE_S, max(0.0, now - trained.time)))
 

@@ -155,7 +155,7 @@ class Timeline:
         assert self.until is not None
         time = max(time, self.until)
         new = self
-        while (time - new.start) / new.width >= limits.MAX_TIMELINE_BINS:
+        while (time - new.start) / new.width >= limits.MAX_BINS:
             new = new._halve()
         first = int((self.until - new.start) / new.width)
         last = int((time - new.start) / new.width)
@@ -199,7 +199,7 @@ def align_timelines(timelines: Sequence[Timeline], time: float) -> list[Timeline
         return [Timeline() for _ in timelines]
     start = min(each.start for each in known)
     width = max(each.width for each in known)
-    while (time - start) / width >= limits.MAX_TIMELINE_BINS:
+    while (time - start) / width >= limits.MAX_BINS:
         width *= 2
     start = start // width * width
     return [each.align_to(start, width) for each in timelines]

@@ -84,7 +84,7 @@ def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
     bands = [_worst([row.letters.ljust(count) for row in group]) for group in groups]
     columns = count
     if last is not None:
-        most = tracking_limits.MAX_TIMELINE_BINS
+        most = tracking_limits.MAX_BINS
         columns = most if len(bands) <= 32 else most // 2
         steps = [max(group, key=lambda row: len(row.letters)).steps for group in groups]
         lines = zip(bands, steps, strict=True)

@@ -85,7 +85,7 @@ def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
     old = timeline.Timeline().begin(10.0)
     for second in range(11, 500):
         old = old.add_training(second, 0.9 if second == 100 else 0.0, 1.0, second)
-    assert len(old.letters) <= limits.MAX_TIMELINE_BINS
+    assert len(old.letters) <= limits.MAX_BINS
     first, second = timeline.align_timelines([young, old], 500.0)
     start, width = first.start, first.width
     assert (start, width) == (second.start, second.width)
