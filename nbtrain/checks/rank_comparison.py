@@ -192,8 +192,8 @@ def _judge_ranks_without_steps(samples: list[ev.WorkSample]) -> Finding | None:
 def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
     """Return whether the ranks' first losses are equal, and change from step to step.
 
-    Losses that hardly change do not depend on the data: with a last layer of zeros, for example, or
-    during a warm-up.
+    Also False with fewer than `MIN_COMPARED_LOSSES` losses. Losses that hardly change do not depend
+    on the data: with a last layer of zeros, for example, or during a warm-up.
     """
     first = samples[0].losses
     if len(first) < MIN_COMPARED_LOSSES or math.isclose(min(first), max(first), rel_tol=1e-3):

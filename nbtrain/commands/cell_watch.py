@@ -82,7 +82,7 @@ class CellWatch:
 
     def stop(self) -> None:
         """Restore the shell and the environment."""
-        accelerator_guard.restore_checks()
+        accelerator_guard.remove_nvml_check()
         accelerator_hooks.close()
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("pre_run_cell", self._before_cell)
@@ -202,11 +202,12 @@ class CellWatch:
 
 
 def _add_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
-    """Return the statements in blocks with a mark after each, and the lines of these statements.
+    """Return the statements in blocks with marks, and the lines of the marked statements.
 
-    IPython compiles and runs each top-level statement separately, which takes longer than a mark.
-    With blocks, a watched cell is hardly slower. The last statement stays alone, because IPython
-    displays its value.
+    Harmless statements (see `_is_harmless`) have no mark and no line. The last one stays alone,
+    because IPython displays its value: it has no mark, but its line is the last in the list.
+    IPython compiles and runs each top-level statement separately, which takes longer than a mark;
+    with blocks, a watched cell is hardly slower.
     """
     marked: list[ast.stmt] = []
     lines: list[int] = []

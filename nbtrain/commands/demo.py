@@ -48,7 +48,6 @@ def demo(ranks: int | None) -> None:
 
 
 def train(model, epochs=3, lr=0.05):  # type: ignore[no-untyped-def]
-    """Train a model on random data; return the last loss."""
     accelerator = Accelerator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     loader = DataLoader(data, batch_size=16, shuffle=True)

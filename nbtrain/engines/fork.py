@@ -44,8 +44,8 @@ class ForkEngine(Engine):
         """Run the rank; called in the new process. Returns the exit code."""
         return main.main(job, rank, self.caller(job, rank))
 
-    def place(self, job: Job) -> tuple[Job, socket.socket | None]:
-        """Return the job with the port of the ranks' store, and the store's listening socket.
+    def bind_store_port(self, job: Job) -> tuple[Job, socket.socket | None]:
+        """Bind the port of the ranks' store; return the job with it, and the listening socket.
 
         Raises `LaunchError`.
         """
@@ -62,7 +62,7 @@ class ForkEngine(Engine):
         odd_weights()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
             guard.skip_in_compiler(compiler)
-        job, listener = self.place(replace(job, lost=find_lost_threads()))
+        job, listener = self.bind_store_port(replace(job, lost=find_lost_threads()))
         ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:

@@ -64,7 +64,12 @@ class Collective:
         return self.name.startswith(("all", "barrier", "_all", "reduce_scatter"))
 
     def matches(self, other: Collective) -> bool:
-        """Whether the parts of two ranks can belong to one collective."""
+        """Return whether two ranks' parts can belong to one collective, by operation and size.
+
+        Compares the name, and for operations that need it the number of values. Does not compare
+        group and number: the caller has chosen parts that have both in common. An unknown shape
+        fits any.
+        """
         needs_one_size = self.name in ("all_reduce", "broadcast", "reduce", "allreduce")
         # A rank that gathers fewer values than the others returns, and the others wait for more.
         needs_one_size |= "all_gather" in self.name and self.is_pending != other.is_pending

@@ -177,7 +177,12 @@ def _report_places(seen: Observation, waits: Mapping[int, Collective]) -> HangRe
 
 
 def _find_waits(seen: Observation) -> dict[int, Collective]:
-    """Return the collective that each rank waits in, from its record or, without one, its stack."""
+    """Return the collective that each rank waits in, by rank; other ranks are absent.
+
+    A wait by the rank's record counts if it is as long as the survey interval, or half the silence
+    limit if that is less. A rank whose record has no pending collective, or that has no record, is
+    judged by its stack after half the silence limit; its collective has no group or number then.
+    """
     waits: dict[int, Collective] = {}
     min_wait_s = min(limits.SURVEY_INTERVAL_S, seen.silence_limit_s / 2)
     for rank, silence_s in sorted(seen.silence_s.items()):

@@ -268,7 +268,7 @@ def _is_in_mask(mask: str, status: Path, number: int) -> bool:
 def _send_first_signal(rank: SignaledRank) -> None:
     """Send the signal that Python handles, or the other one if the process has no handler."""
     has_python = rank.python_signal and _has_handler(rank.pid, rank.python_signal)
-    _kill(rank.pid, rank.python_signal if has_python else rank.signal)
+    _send_signal(rank.pid, rank.python_signal if has_python else rank.signal)
 
 
 def retry_without_python(results: Iterable[SignaledRank | RankStack]) -> None:
@@ -277,15 +277,16 @@ def retry_without_python(results: Iterable[SignaledRank | RankStack]) -> None:
         if isinstance(each, SignaledRank) and each.pid and each.python_signal:
             with contextlib.suppress(OSError):
                 if not each.read_reply() and _has_handler(each.pid, each.signal):
-                    _kill(each.pid, each.signal)
+                    _send_signal(each.pid, each.signal)
 
 
-def _kill(pid: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     """Send a signal to a process: to its main thread, unless that sleeps in C++.
 
     While torch waits to reconnect to a store, it treats a sleep that a signal interrupts as an
     error, and prints its C++ backtrace into the rank's log. The handler writes the stacks of all
-    threads from any thread. It runs in the main thread if possible, which then stands still.
+    threads from any thread. It runs in the main thread if possible, which then stands still. Raises
+    `ProcessLookupError` if the process has ended.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         threads = Path(f"/proc/{pid}/task")

@@ -161,7 +161,7 @@ class HangWatchdog:
             self._limit_s = min(limits.IDLE_NOTE_AFTER_S, self._limit_s)
         else:
             seen = replace(seen, silence_limit_s=limits.DEADLOCK_CHECK_AFTER_S)
-            self._start(self._survey_records, frozenset(seen.silence_s), seen)
+            self._start(self._confirm_deadlock, frozenset(seen.silence_s), seen)
 
     def _start(self, survey: Callable[..., None], ranks: frozenset[int], seen: object) -> None:
         self._thread = threading.Thread(target=survey, args=(ranks, seen), daemon=True)
@@ -198,8 +198,13 @@ class HangWatchdog:
         report = None if is_note and communicates else explain_hang(seen)
         self._surveys.put((ranks, report, seen.silence_limit_s))
 
-    def _survey_records(self, ranks: frozenset[int], seen: Observation) -> None:
-        """Find a deadlock that two readings of the records show, and queue it."""
+    def _confirm_deadlock(self, ranks: frozenset[int], seen: Observation) -> None:
+        """Read the records twice, and queue the deadlock that both readings show, or None.
+
+        Waits `DEADLOCK_CONFIRM_S` between the readings, so it runs in a thread; closing the
+        watchdog ends the wait. The queue gets one entry in every case, also after an error, which
+        is ignored.
+        """
         report: HangReport | None = None
         with contextlib.suppress(Exception):
             report = self._read_deadlock(ranks, seen)

@@ -374,7 +374,13 @@ class Supervisor:
         return interrupts.count > before
 
     def finish(self, message: str = "", code: str = "") -> None:
-        """Record how the run ended. `code` names the cause of `message` for programs."""
+        """Judge and record the run's outcome, and close the supervisor; call it once, at the end.
+
+        Reads the last events of the ranks, and runs what companions do at the end, which may take a
+        while. A run that succeeded without its results counts as failed. A `message` is the reason
+        that is recorded; without it, one is composed. `code` names its cause for programs. After
+        this no event can be written, and `over` is set.
+        """
         self._end_watchdog()
         self._fold(self._reader.read(ended=range(self.state.world_size)))
         self._record(self._work.check(self.state.findings))

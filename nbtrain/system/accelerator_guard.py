@@ -200,8 +200,12 @@ def env_without_checks(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not (_has_set_check and k == _NVML_CHECK)}
 
 
-def restore_checks() -> None:
-    """Undo `keep_checks_harmless`: in ranks, and when nbtrain is unloaded."""
+def remove_nvml_check() -> None:
+    """Remove the environment variable of `keep_checks_harmless`, if this module set it.
+
+    ``torch.cuda.is_available()`` then initialises CUDA again. For ranks, and when nbtrain is
+    unloaded. A variable of the user stays.
+    """
     global _has_set_check
     if _has_set_check:
         os.environ.pop(_NVML_CHECK, None)

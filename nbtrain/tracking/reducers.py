@@ -241,7 +241,10 @@ def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
 
 
 def _reduce_ended(rank: Draft, event: ev.Ended) -> Draft:
-    """Record what the rank reported at the end of its task: the result or the error."""
+    """Return the fields that a rank's last event changes: status, result or error, evidence.
+
+    The status is "done", or "failing" after an error, until the launcher has seen the process end.
+    """
     return {
         "status": "done" if event.error is None else "failing",
         "error": strip_escapes_by_line(event.error),

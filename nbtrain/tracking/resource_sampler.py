@@ -49,7 +49,7 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
             )
             gpus = tuple((gpu.index, gpu.name, gpu.used << 20) for gpu in watch.seen)
             memory = ev.GpuMemory(clock.now(), -1, gpus)
-            if before is None or is_released(before, memory):
+            if before is None or is_gpu_memory_released(before, memory):
                 break
         time.sleep(0.01)
     watch.close()
@@ -57,8 +57,11 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
         yield memory
 
 
-def is_released(before: ev.GpuMemory, after: ev.GpuMemory) -> bool:
-    """Whether no GPU uses more memory than before."""
+def is_gpu_memory_released(before: ev.GpuMemory, after: ev.GpuMemory) -> bool:
+    """Return whether no GPU uses more memory than before, apart from noise.
+
+    `GPU_MEMORY_NOISE_BYTES` more per GPU is noise. A GPU that `before` does not have is ignored.
+    """
     used_before = {index: used for index, _, used in before.gpus}
     return all(
         used <= used_before.get(index, used) + limits.GPU_MEMORY_NOISE_BYTES

@@ -94,8 +94,12 @@ class RunFolder:
         """Return the names of all weights that the run saved."""
         return sorted(unquote(path.stem) for path in self.weights.glob("*.safetensors"))
 
-    def list_results(self, rank: int) -> list[str]:
-        """Return the names of the files with a rank's results, which are complete at its end."""
+    def list_result_files(self, rank: int) -> list[str]:
+        """Return the files of a rank's outcome as paths relative to the run folder.
+
+        These are its result, failure and variables, if they exist, and for rank 0 also all weights
+        of the run. They are complete when the rank has ended.
+        """
         kinds = (self.result(rank), self.failure(rank), self.out(rank))
         paths = [path for path in kinds if path.exists()]
         if rank == 0 and self.weights.exists():

@@ -113,7 +113,7 @@ def join_run_world(device: str, world_size: int) -> None:
         patch("accelerate.state:PartialState", "__init__", _init_single)
     if device == "cpu":
         patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
-        patch("accelerate.state:AcceleratorState", "__init__", _keep_deepspeed)
+        patch("accelerate.state:AcceleratorState", "__init__", _hide_cpu_flag)
         patch("accelerate.accelerator:Accelerator", "prepare_model", _prepare_untrained)
 
 
@@ -155,8 +155,12 @@ def _init_on_cpu(original: Any, state: Any, cpu: bool = False, *args: Any, **kwa
         state.device = type(device)("cpu")
 
 
-def _keep_deepspeed(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Let DeepSpeed shard on CPU ranks: with ``cpu``, Accelerate (1.15) trained by DDP instead."""
+def _hide_cpu_flag(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Hide ACCELERATE_USE_CPU from `AcceleratorState` if DeepSpeed is requested.
+
+    With the variable, Accelerate (1.15) trained by DDP on CPU ranks and ignored DeepSpeed. A patch
+    of ``AcceleratorState.__init__``.
+    """
     is_asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     use_cpu = os.environ.pop("ACCELERATE_USE_CPU", None) if is_asked else None
     try:

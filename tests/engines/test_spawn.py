@@ -340,7 +340,7 @@ def test_the_environment_is_the_notebooks_and_the_ranks_own(
     try:
         seen = launch(look, n=2, env={"EXTRA": "2", "OMP_NUM_THREADS": "3"}).value
     finally:
-        accelerator_guard.restore_checks()
+        accelerator_guard.remove_nvml_check()
     assert seen == (["1", "2", None], str(tmp_path), 3)
 
 

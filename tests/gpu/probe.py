@@ -28,7 +28,7 @@ def main(number: int, library: str | None) -> None:
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     shell.run_cell("%load_ext nbtrain\n%nbtrain guard off", store_history=True)
     if not row.nvml_check:
-        accelerator_guard.restore_checks()
+        accelerator_guard.remove_nvml_check()
     result = shell.run_cell(row.code, store_history=True)
     touches = accelerator_guard.history()
     torch = sys.modules.get("torch")

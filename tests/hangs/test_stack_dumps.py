@@ -93,7 +93,7 @@ def test_a_rank_answers_by_one_file_and_leaves_the_codes_own_signals(engine: str
         is_free = free == [signal.SIG_DFL] * 2
         return files, is_free, used, answer.trouble, answer.frames[0].function
 
-    assert launch(train, engine=engine).value == (1, True, [], "", "_kill")
+    assert launch(train, engine=engine).value == (1, True, [], "", "_send_signal")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")

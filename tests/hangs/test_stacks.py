@@ -164,7 +164,7 @@ def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path
 
     run = nbtrain.launch(ask, depth, num_processes=1, view="none")
     frames = run.value[0].frames
-    assert frames[0].function == "_kill"
+    assert frames[0].function == "_send_signal"
     assert [f.function for f in frames].count("ask") >= min(depth, 90)
 
 

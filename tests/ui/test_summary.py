@@ -267,7 +267,7 @@ def test_gpus_are_looked_at_until_they_hold_no_more_than_before(
     monkeypatch.setattr(limits, "GPU_RELEASE_TIMEOUT_S", 0.0)
     driver[:] = [9000]
     (kept,) = resource_sampler.measure_gpus("cuda", before)
-    assert not resource_sampler.is_released(before, kept)
+    assert not resource_sampler.is_gpu_memory_released(before, kept)
     assert list(resource_sampler.measure_gpus("cpu", None)) == []
 
 

@@ -82,7 +82,9 @@ def apply_edits(source: str, edits: Iterable[Edit]) -> str:
 def find_migration(source: Source, names: set[str]) -> Finding | None:
     """Return a finding whose edits make a plain loop train on all ranks, if they are certain.
 
-    `names` are the names in all sources of the task.
+    Returns None if one of `names`, the names in all sources of the task, belongs to a library for
+    several ranks (``Trainer``, ``Accelerator``, ``dist``), if there is not exactly one
+    ``loss.backward()``, if that is in a ``.py`` file, or on any doubt.
     """
     # A class of the notebook's own that derives from nothing is no library's Trainer.
     classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
@@ -214,7 +216,12 @@ class _Migration:
         ]
 
     def _add_rebound_parameters(self) -> None:
-        """Make parameters of the notebook's variables: ``prepare`` assigns to them here."""
+        """Add parameters to the function for the notebook's variables that ``prepare`` assigns.
+
+        Does nothing in a cell without a function, or if no such variable is assigned. Raises
+        `_UncertainError` if a name is not the notebook's, if the function belongs to an earlier
+        cell, or if its head cannot be edited as one line.
+        """
         source, node = self.source, self.scope
         names = [name for name in self.names if name not in self.bound]
         if isinstance(node, ast.Module) or not names:

@@ -169,7 +169,7 @@ def devices_of(call: ast.Call) -> list[ast.expr]:
 
 
 def _placing_names(source: Source) -> Iterator[ast.Name]:
-    """Yield the names of devices."""
+    """Yield the variables given as a device: ``device=d``, ``.to(d)``, ``torch.device(d)``."""
     for call in source.calls:
         first = call.args[:1] if dotted_name(call.func) == "torch.device" else []
         for argument in devices_of(call) + first:

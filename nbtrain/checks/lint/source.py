@@ -139,7 +139,10 @@ class Source:
         return Binding(parent, getattr(parent, "context_expr", getattr(parent, "value", None)))
 
     def _find_names(self) -> Iterator[str]:
-        """Yield every name, attribute, parameter and part of an import in the tree."""
+        """Yield the names, attributes, parameters and parts of imports in the tree.
+
+        Leaves out ``torch.accelerator``, and the names that functions and classes are defined by.
+        """
         for node in self.nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="accelerator"):

@@ -129,7 +129,7 @@ def _models_of(optimizer: ast.Call) -> list[str]:
 
 
 def check_prepared(source: Source) -> Iterator[Finding]:
-    """The loader, model or optimizer of a loop under Accelerate that is used as it was made.
+    """Yield a finding for each loader, model or optimizer of a loop that is not prepared.
 
     Only in a function that makes the Accelerator itself: what comes to another one may have been
     prepared by its caller.

@@ -45,14 +45,16 @@ def ready_to_fork() -> Iterator[None]:
 
 
 def release_openmp_pools() -> list[str]:
-    """Free the calling thread's pool in every GNU OpenMP that is loaded, and list the libraries.
+    """Free the calling thread's pool in every loaded GNU OpenMP; return the paths of all of them.
+
+    The paths include libraries that cannot free it (older than OpenMP 5, as in wheels of
+    scikit-learn 1.7 and earlier); these are noted in `_permanent_pools`, see `fork_process`. Empty
+    without ``/proc``. Never raises.
 
     A process that ran a multi-threaded operation has a pool of threads. A forked child has the
     pool's bookkeeping but not its threads, and its first multi-threaded operation would wait for
-    them forever. OpenMP 5 can free the pool, and the next operation makes a new one. The runtimes
-    of LLVM and Intel handle forks themselves.
-
-    The library in wheels of scikit-learn 1.7 and earlier cannot free it: see `fork_process`.
+    them forever. The next operation makes a new pool. The runtimes of LLVM and Intel handle forks
+    themselves.
     """
     libraries: set[str] = set()
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:  # on Linux

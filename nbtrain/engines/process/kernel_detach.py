@@ -44,7 +44,7 @@ def become_rank(log: Path, parent: int) -> int | None:
     """Detach this forked process from the kernel (`leave_kernel`); it exits with the kernel."""
     exit_with_parent(parent)
     tracker = leave_kernel(log)
-    accelerator_guard.restore_checks()
+    accelerator_guard.remove_nvml_check()
     accelerator_hooks.close()
     return tracker
 

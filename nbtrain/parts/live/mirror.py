@@ -38,7 +38,7 @@ def mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterato
         is_over.set()
         copying.join()
         with contextlib.suppress(OSError):
-            for name in folder.list_results(rank):  # before the report that it is there
+            for name in folder.list_result_files(rank):  # before the report that it is there
                 _send(channel, task, name, folder.path / name)
             while _send_growth(channel, task, folder, have):
                 pass

@@ -72,7 +72,7 @@ class MultinodeEngine(ForkEngine):
         text = self.nodes.describe(plan.num_processes or 1, plan.name)
         self.notes = [Finding("other-nodes", text)]
 
-    def place(self, job: Job) -> tuple[Job, socket.socket | None]:
+    def bind_store_port(self, job: Job) -> tuple[Job, socket.socket | None]:
         """Number the ranks; on node 0 bind the store's port. Raises `LaunchError`."""
         nodes, ranks = self.nodes, job.world_size
         world = Placement(

@@ -282,7 +282,10 @@ class NodeRanks:
             cause = self._oom_kills.explain_sigkill(node=self._order.name)
         names = (*growing_files(rank), node_events(self._order.world.node))
         sizes = {name: file_size(self.folder.path, name) for name in names}
-        verdict, files = "failed" if code is None else "", tuple(self.folder.list_results(rank))
+        verdict, files = (
+            "failed" if code is None else "",
+            tuple(self.folder.list_result_files(rank)),
+        )
         return RankExit(rank, code, ended.time, cause.text, verdict, cause.code, files, sizes)
 
     def exits(self, since: int, patience: float) -> list[RankExit]:

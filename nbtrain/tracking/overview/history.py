@@ -28,7 +28,11 @@ def rows(folder: RunFolder, world_size: int) -> list[Row]:
 
 
 def merge_rows(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
-    """Return the rows of the events of ranks 0, 1, …"""
+    """Return the rows of the events of ranks 0, 1, … in order of time.
+
+    A name that is logged hides an observed one of the same name. A row without any value is left
+    out.
+    """
     logged: list[Row] = []
     observed: list[Row] = []
     for rank, events in enumerate(by_rank):

@@ -87,7 +87,7 @@ class TrainingMeter(Observer):
         now = time.monotonic()
         self._report(now, self._loss.last())
         self._loss.before_step = self._loss.total, self._loss.count
-        self._end_epoch(now, self._steps)
+        self._report_epoch(now, self._steps)
         self._epoch = None
         if wait:
             self._work.report(self._steps, self._loss.last())
@@ -135,7 +135,7 @@ class TrainingMeter(Observer):
 
     def _begin_epoch(self, now: float) -> None:
         """Report the epoch that has ended, because the loader's next pass has led to a step."""
-        self._end_epoch(now, self._steps - 1)
+        self._report_epoch(now, self._steps - 1)
         self._passes = self._loading.fed_passes
         epoch = self._number_of_epoch()
         self._epoch = epoch, now, *self._loss.before_step
@@ -144,8 +144,12 @@ class TrainingMeter(Observer):
         position = self._loading.position()
         return self._place.report(self._steps, self._passes, **position).epoch or self._passes
 
-    def _end_epoch(self, now: float, steps: int) -> None:
-        """Report the epoch that has ended after `steps`, with its mean loss, if one had begun."""
+    def _report_epoch(self, now: float, steps: int) -> None:
+        """Report the present epoch, up to `steps`, with its duration in seconds and its mean loss.
+
+        Does nothing if no epoch has begun, or no step was made. Ends it for the count of trainings,
+        but leaves `_epoch` as it is: the caller sets the next one.
+        """
         if self._epoch is None or steps <= 0:
             return
         epoch, began, total, count = self._epoch
@@ -216,7 +220,7 @@ class TrainingMeter(Observer):
             epoch=place.epoch,
             epochs=place.epochs,
             training=self._trainings.number(place.epoch or self._passes),
-            **_gpu_memory(self._gpu),
+            **_read_gpu_memory(self._gpu),
         )
         self._writer.write(update)
         finding = self._loading.order.take()
@@ -224,8 +228,12 @@ class TrainingMeter(Observer):
             self._writer.write(ev.RunNote.of(finding))
 
 
-def _gpu_memory(gpu: int | None) -> dict[str, int]:
-    """Return the bytes that torch has allocated on a GPU, as fields of `TrainingUpdate`."""
+def _read_gpu_memory(gpu: int | None) -> dict[str, int]:
+    """Return the bytes that torch has allocated, reserved and at most allocated on a GPU.
+
+    They are fields of `TrainingUpdate`. None is the present GPU. Empty if CUDA is not in use here,
+    or another allocator counts.
+    """
     torch = _torch_with_cuda()
     if torch is None:
         return {}

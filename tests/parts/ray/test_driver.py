@@ -209,7 +209,7 @@ def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.result(1), folder.out(1), folder.out(0)):
         path.touch()
-    assert folder.list_results(1) == ["rank-0001.result", "rank-0001.out"]
+    assert folder.list_result_files(1) == ["rank-0001.result", "rank-0001.out"]
 
 
 def test_the_ranks_of_a_node_end_whatever_the_watcher_meets(cluster: Cluster) -> None:

@@ -167,7 +167,11 @@ class WorkSampler(Observer):
 
 
 def _checksum(weights: list[Any]) -> str:
-    """Return shapes and a checksum of plain parameters; "" where one is sharded, or gone."""
+    """Return shapes and a checksum of plain parameters, or "" if there is no comparing them.
+
+    That is so for no parameters, if one is sharded, freed or of a subclass, and whenever DeepSpeed,
+    Megatron or pipelining is imported.
+    """
     plain: Any = sys.modules["torch"].nn.Parameter
     is_plain = all(type(weight) is plain and weight.numel() for weight in weights)
     if not weights or not is_plain or any(name in sys.modules for name in _SHARDS):

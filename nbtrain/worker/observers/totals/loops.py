@@ -218,9 +218,9 @@ def _for(statement: ast.For | ast.AsyncFor, variables: Mapping[str, Any]) -> Loo
         case ast.Call(ast.Name("enumerate"), [inner, *start], keywords), ast.Tuple([index, _]):
             starts = [*start, *(keyword.value for keyword in keywords)]
             first = _whole(_value(starts[0], variables)) if starts else 0
-            rounds = len(_members(_within_bar(inner), variables))
+            rounds = len(_evaluate_members(_within_bar(inner), variables))
             return Loop(_name(index), _whole(_value(index, variables)) - first, rounds, 1)
-    members, value = _members(over, variables), _value(target, variables)
+    members, value = _evaluate_members(over, variables), _value(target, variables)
     at = members.index(_whole(value) if isinstance(members, range) else value)
     return Loop(_name(target), at, len(members), _first(over, members))
 
@@ -239,8 +239,11 @@ def _called_function(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _members(over: ast.expr, variables: Mapping[str, Any]) -> Sequence[Any]:
-    """Return what a loop goes over: a range, or a list of plain values that differ."""
+def _evaluate_members(over: ast.expr, variables: Mapping[str, Any]) -> Sequence[Any]:
+    """Return what a loop goes over: a range, or at most 1,000 plain values that differ.
+
+    Raises `_Unknown` for anything else, and what `_value` raises.
+    """
     value = _value(over, variables)
     if type(value) is range:
         return value
@@ -286,7 +289,9 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 def _value(node: ast.expr, variables: Mapping[str, Any]) -> Any:
     """Return the value of an expression without calling the user's functions.
 
-    Operators are applied only to integers, because other objects would run their own methods.
+    Attributes are read, which runs properties, and so is the length in ``len(x)``. Operators are
+    applied only to integers, because other objects would run their own methods. Raises `_Unknown`,
+    and what a lookup that fails raises: KeyError, AttributeError, IndexError.
     """
     match node:
         case ast.Constant(value):

@@ -38,7 +38,10 @@ class TrainingCount:
         return any(now is not None and now is before for now, before in alive)
 
     def end_epoch(self, epoch: int) -> int:
-        """Return the number of the training of an epoch that has ended."""
+        """End an epoch, and return the number of its training.
+
+        The next step begins a new count of what is trained.
+        """
         self._number, self._last_epoch = self.number(epoch), epoch
         self._trained_before, self._trained = self._trained, {}
         self._optimizers.clear()
