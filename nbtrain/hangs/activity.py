@@ -76,7 +76,10 @@ class Activity:
 
 
 def _io_bytes(pids: Mapping[int, int]) -> dict[int, int]:
-    """Return the bytes that each process has read and written, without those not on this host."""
+    """Return the bytes that each process has read and written, by rank.
+
+    Ranks on other hosts are absent.
+    """
     used: dict[int, int] = {}
     for rank, pid in pids.items():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -86,7 +89,10 @@ def _io_bytes(pids: Mapping[int, int]) -> dict[int, int]:
 
 
 def _cpu_seconds(pids: Mapping[int, int]) -> dict[int, float]:
-    """Return the CPU time of each process and its descendants, without those not on this host."""
+    """Return the CPU seconds of each process and its descendants, by rank.
+
+    Ranks on other hosts are absent.
+    """
     import psutil
 
     processes = {p.pid: p for p in psutil.process_iter(["ppid"])}

@@ -105,10 +105,11 @@ class FlightRecord:
 
 
 def parse_dump(text: str | bytes, since: float = 0.0) -> FlightRecord | None:
-    """Read a dump (``version`` 2.x, as torch 2.11 and 2.13 write it), or return None.
+    """Return the record of a dump (``version`` 2.x, as torch 2.11 and 2.13 write it).
 
-    Entries from before `since` (seconds since the epoch) are left out. A fork inherits the kernel's
-    entries, and a default group that was left has the name of the next one.
+    Returns None for another version or broken JSON. Entries from before `since` (seconds since the
+    epoch) are left out: a fork inherits the kernel's entries, and a default group that was left has
+    the name of the next one.
     """
     data = text.encode() if isinstance(text, str) else text
     try:
@@ -189,7 +190,10 @@ class _UnixConnection(http.client.HTTPConnection):
 def read_recorders(
     folder: RunFolder, ranks: Collection[int], timeout_s: float
 ) -> dict[int, FlightRecord]:
-    """Return the records of the ranks that reply within about `timeout_s`, by rank."""
+    """Return the records of the ranks that reply within about `timeout_s`, by rank.
+
+    Ranks on other hosts are asked through their driver. A rank without a reply is absent.
+    """
     deadline = time.monotonic() + timeout_s
     if folder.questions.exists():
         return _read_remote_recorders(folder.reply_folder, ranks, deadline)
@@ -242,7 +246,10 @@ def fetch_dump(socket_path: Path, timeout_s: float) -> tuple[bytes, float] | Non
 
 
 def _post(socket_path: Path, url: str, timeout_s: float) -> list[bytes]:
-    """Return the reply in a list, which is empty if the process has no such recorder."""
+    """Return the reply in a list, which is empty if the process has no such recorder.
+
+    Raises `OSError` and `HTTPException`.
+    """
     connection = _UnixConnection(socket_path, timeout_s)
     try:
         connection.request("POST", url)

@@ -74,7 +74,10 @@ class ExitCauses:
         self._oom_kills = None if ranks_stay else OomKills()
 
     def find_cause(self, rank: RankState, returncode: int | None, was_killed: bool) -> Cause:
-        """Return why a rank ended; `was_killed`: nbtrain sent it SIGKILL."""
+        """Return why a rank ended: out of memory or a full disk, else an empty `Cause`.
+
+        `was_killed`: nbtrain sent it SIGKILL. Empty, too, for a rank that reported a failure.
+        """
         folder = self._folder
         if returncode == -signal.SIGKILL:
             if was_killed or self._oom_kills is None:

@@ -100,7 +100,10 @@ def describe_places(stacks: Iterable[RankStack]) -> str:
 
 
 def _explain_lost_threads(seen: Observation, ranks: Iterable[int]) -> list[str]:
-    """Name the threads, of the notebook or of a library, that ranks lost in the fork and miss."""
+    """Return a sentence for each group of ranks that waits for threads which a fork did not copy.
+
+    Empty if no rank does. The threads are the notebook's, or of a library such as polars.
+    """
     waiting: dict[tuple[str, ...], list[int]] = {}
     libraries: dict[str, None] = {}
     for rank in ranks:
@@ -142,7 +145,7 @@ def _explain(seen: Observation) -> HangReport:
 
 
 def _explain_lingering_processes(seen: Observation) -> HangReport:
-    """Explain what keeps the processes of functions that have returned."""
+    """Report ranks whose function has returned and whose process still runs, with the place."""
     ranks = sorted(seen.silence_s)
     since = format_duration(min(seen.silence_s.values()))
     whose = "its process has" if len(ranks) == 1 else "their processes have"
@@ -209,7 +212,10 @@ def _collective_call(stack: RankStack | None) -> str:
 
 
 def _find_circle(seen: Observation, waits: Mapping[int, Collective]) -> list[int]:
-    """Return the ranks that each wait, in one group, for one that waits in another group."""
+    """Return the ranks that each wait, in one group, for one that waits in another group.
+
+    Empty if there is no such circle.
+    """
     stuck = {
         rank for rank in waits if rank not in seen.stacks or _collective_call(seen.stacks[rank])
     }

@@ -96,7 +96,8 @@ def to_exception(
 ) -> BaseException:
     """Return what the notebook raises: the rank's own exception, or `RankDied`.
 
-    `cells` maps the files of cells to their names, which replace them in a stack of `faulthandler`.
+    The `note` is added to it. `cells` maps the files of cells to their names, which replace them in
+    a stack of `faulthandler`.
     """
 
     def name_cell(call: re.Match[str]) -> str:

@@ -38,7 +38,7 @@ def explain_mismatch(rank: RankState, state: RunState, place_of: Callable[[RankS
 
 
 def collectives_of(rank: RankState) -> dict[int, Collective]:
-    """Return the rank's last collectives in the default process group, by number."""
+    """Return the rank's last collectives in the default process group, by number; may be empty."""
     return {
         number: Collective("", number, name, _shape(shape), is_pending)
         for number, name, shape, is_pending in rank.collectives
@@ -69,7 +69,7 @@ def _explain_different_calls(
 
 
 def describe_others(dead: RankState, state: RunState, place_of: Callable[[RankState], str]) -> str:
-    """Return in words where the other ranks were, for a rank that died without a record."""
+    """Describe where other ranks failed, for a rank that died without a record, or return ""."""
     texts = []
     for rank in state.ranks:
         own = collectives_of(rank) if rank.rank != dead.rank and rank.error else {}

@@ -106,7 +106,10 @@ def install(
 
 
 def _start_recorder(socket_path: Path, ranks: int, writer: EventWriter) -> object:
-    """Start and return the server, or report that a limit on threads leaves no room for it."""
+    """Start the recorder's server and return it, to keep it alive.
+
+    Returns None, and writes a note, if a limit on threads leaves no room for it.
+    """
     quota = _exceeded_quota(ranks)
     if quota is None:
         return _start_server(socket_path)
@@ -120,7 +123,7 @@ def _start_recorder(socket_path: Path, ranks: int, writer: EventWriter) -> objec
 
 
 def _exceeded_quota(ranks: int) -> host.Quota | None:
-    """Return the limit on threads that the recorders of all ranks of this host would exceed.
+    """Return a limit on threads that the recorders of all ranks of this host would exceed, or None.
 
     If a thread cannot start, the server's destructor aborts the process (SIGABRT). A training must
     not end because of threads that only explain hangs.

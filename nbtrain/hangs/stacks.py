@@ -181,7 +181,11 @@ class SignaledRank:
 
 
 def read_stacks(folder: RunFolder, ranks: Iterable[int], timeout_s: float | None = None) -> Stacks:
-    """Return where `ranks` are now; wait up to `timeout_s` for ranks that do not reply."""
+    """Return where `ranks` are now, one entry for each, in order.
+
+    Signals all of them, and waits up to `timeout_s` for replies (by default longer for ranks on
+    other hosts). An entry without a stack has the reason in `trouble`.
+    """
     manifest = folder.read_manifest()
     cells: Mapping[str, str] = manifest.get("cells", {})
     if (host := manifest.get("host", platform.node())) != platform.node():
@@ -339,7 +343,10 @@ def send_signal(
 
 
 def _rank_stack(rank: SignaledRank, reply: str, cells: Mapping[str, str]) -> RankStack:
-    """Return the stack of a rank from what it wrote, without the launcher's frames."""
+    """Return the stack of a rank from its reply, without the launcher's frames.
+
+    An empty reply gives a `RankStack` with the reason in `trouble`.
+    """
     threads = parse_stacks(reply)
     if not threads:
         return RankStack(rank.rank, rank.pid, trouble=_explain_no_reply(rank.pid))

@@ -177,7 +177,10 @@ def _explain_rank_failure(
 
 
 def _advise(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
-    """Return the advice. A host without memory kills ranks by SIGKILL, on a TPU host by SIGSEGV."""
+    """Return the advice for a kind of failure; empty if there is no advice.
+
+    A host without memory kills ranks by SIGKILL, on a TPU host by SIGSEGV.
+    """
     killed = rank.returncode == -signal.SIGKILL and not rank.error
     killed = killed and rank.cause_code != ev.NOT_MEMORY
     killed = killed or kind == "out of memory"
@@ -246,7 +249,7 @@ def describe_lost_peers(state: RunState, summary: str) -> str:
 
 
 def describe_endings(ended: str, state: RunState) -> str:
-    """Describe how ranks ended, in a run that neither succeeded nor failed."""
+    """Describe how ranks ended; "" for a run that succeeded or failed."""
     if ended in ("succeeded", "failed"):
         return ""
     groups: dict[str, list[int]] = {}

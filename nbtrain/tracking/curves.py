@@ -193,7 +193,11 @@ class Series:
         return replace(self, bins=dict(self.bins), ends=dict(self.ends))
 
     def add(self, rank: int, step: float | None, value: float) -> None:
-        """Add a rank's value."""
+        """Add a rank's value at a step, and join bins if there are too many.
+
+        A value that is not finite is counted and has no bin. Without a step, it is one after the
+        rank's last.
+        """
         try:
             value = float(value)
         except OverflowError:  # an integer that is larger than any float
@@ -294,7 +298,10 @@ class CurvesDraft:
         self._uncharted: set[int] = set()
 
     def add_logged(self, rank: int, step: float | None, name: str, value: Any) -> None:
-        """Add a logged value if it is a number, and its name is one of the first."""
+        """Add a logged value to the curve of its name, if it is a number.
+
+        Only the first `MAX_METRICS` names have a curve; later names are counted in `uncharted`.
+        """
         if type(value) is not float and type(value) is not int:
             return
         known = self._curves.logged

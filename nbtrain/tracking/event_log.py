@@ -32,7 +32,7 @@ def new_events(tail: Tail) -> Iterator[ev.Event]:
 
 
 def all_events(tail: Tail) -> Iterator[ev.Event]:
-    """Yield every event from the tail's position to the end of its file."""
+    """Yield every event from the tail's position to the end of its file, in small reads."""
     while True:
         yield from new_events(tail)
         if not tail.is_behind:
@@ -133,7 +133,10 @@ class EventWriter:
         return is_finite
 
     def _append(self, line: bytes) -> None:
-        """Write a line; `trouble` keeps the first error."""
+        """Write a line, and keep the first error in `trouble`; raises nothing.
+
+        After a line that was cut off by a full disk, the next one begins on a new line.
+        """
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + limits.DELETED_CHECK_INTERVAL_S
@@ -165,7 +168,10 @@ class EventWriter:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Reserve space after the file's end, where Linux and the file system can."""
+        """Reserve space after the file's end, if any was requested and the file system can.
+
+        A full disk is kept in `trouble`; other errors are ignored.
+        """
         if not self._reserved:
             return
         try:

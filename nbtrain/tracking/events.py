@@ -555,7 +555,7 @@ _list = _check_type(list)
 
 
 def _make_check(hint: Any) -> Check:
-    """Return the function that checks a type."""
+    """Return the check for a type hint: of a plain type, an optional one, a tuple or a mapping."""
     if hint in _CHECKS:
         return _CHECKS[hint]
     args = get_args(hint)
@@ -597,7 +597,7 @@ def to_line(event: Event) -> bytes:
 
 
 def from_line(line: bytes) -> Event | None:
-    """Decode one line, or return None if it is broken or its kind is unknown.
+    """Return the event of a line, or None if the line is broken or its kind is unknown.
 
     A value of a wrong type becomes unknown if its field can be; otherwise the line is no event.
     Members of a tuple with a wrong type are left out, and so are fields of later versions.

@@ -63,7 +63,11 @@ class LaunchLog(logging.Handler):
         self._lines.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write, print and pass on a record, on one line. Raises nothing."""
+        """Keep a record of this thread on one line, and print it if its level is high enough.
+
+        Also passes it on to the handlers of the root logger. Raises nothing. The supervisor of a
+        background run only writes the file.
+        """
         if record.thread != self._thread:
             return
         line = self.format(record).replace("\n", " ")

@@ -47,7 +47,10 @@ def _release(path: Path, pid: int) -> None:
 
 
 def is_in_use(folder: RunFolder) -> bool:
-    """Whether a process has marked the run. A mark of another host is valid for a day."""
+    """Return whether a process has marked the run. A mark of another host is valid for a day.
+
+    True if that cannot be known, for want of descriptors.
+    """
     try:
         return any(map(_is_valid, folder.path.glob(f"{IN_USE}*")))
     except OSError:  # out of file descriptors, so it is unknown

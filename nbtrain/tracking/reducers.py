@@ -28,11 +28,14 @@ NOT_FINITE = "not-finite"
 """The code of the finding that names a loss."""
 
 Draft = dict[str, Any]
-"""Changed fields of a `RunState`, or all fields of a `RankState` during one fold."""
+"""All fields of a `RankState` during one fold."""
+
+Changes = dict[str, Any]
+"""Some fields of a `RunState` or a `RankState`, with new values."""
 
 
 def fold(state: RunState, events: Iterable[ev.Event]) -> RunState:
-    """Return the state after `events`."""
+    """Return the state after `events`, in their order. An event of an unknown rank is ignored."""
     events = list(events)
     if not events:
         return state
@@ -79,8 +82,8 @@ def end_run(state: RunState, status: str, at: float, message: str) -> RunState:
 # What an event changes in the state of the run.
 
 
-def _reduce_hang(state: RunState, event: ev.Hang) -> Draft:
-    """Mark the ranks that hang and those that wait for them."""
+def _reduce_hang(state: RunState, event: ev.Hang) -> Changes:
+    """Return the state's changes: the role of each rank in the hang, and the text about it."""
     roles = dict.fromkeys(event.waiting, "waiting") | dict.fromkeys(event.stuck, "stuck?")
     ranks = tuple(
         replace(r, hang=role, timeline=r.timeline.add_hang(event.time, role))
@@ -90,8 +93,11 @@ def _reduce_hang(state: RunState, event: ev.Hang) -> Draft:
     return {"ranks": ranks, "hang": _shorten_note(event.text)}
 
 
-def _reduce_attempt(state: RunState, event: ev.Attempt) -> Draft:
-    """Begin an attempt: ranks start again and keep their logs, metrics and epochs."""
+def _reduce_attempt(state: RunState, event: ev.Attempt) -> Changes:
+    """Return the state's changes at a new attempt: ranks start again.
+
+    They keep their logs, metrics, epochs and timelines, and the number of steps before.
+    """
     steps = max((r.steps_before + r.progress.steps for r in state.ranks if r.progress), default=0)
     steps = max(steps, *(r.steps_before for r in state.ranks))
     ranks = tuple(  # logs and metrics of earlier attempts stay
@@ -115,8 +121,8 @@ def _reduce_attempt(state: RunState, event: ev.Attempt) -> Draft:
     return {**new, "hang": "", "not_finite": None, "flaws": ()}
 
 
-def _reduce_finished(state: RunState, event: ev.Finished) -> Draft:
-    """End the run with its status, message and remedy."""
+def _reduce_finished(state: RunState, event: ev.Finished) -> Changes:
+    """Return the state's changes at the run's end; ranks that still ran count as stopped."""
     hang = "" if event.status == "succeeded" else state.hang
     message = strip_escapes_by_line(event.message) or ""
     remedy, code = strip_escapes(event.remedy), _shorten_name(event.code)
@@ -124,15 +130,18 @@ def _reduce_finished(state: RunState, event: ev.Finished) -> Draft:
     return {**vars(over), "hang": hang, "remedy": remedy, "code": code}
 
 
-def _reduce_run_note(state: RunState, event: ev.RunNote) -> Draft:
+def _reduce_run_note(state: RunState, event: ev.RunNote) -> Changes:
     finding = Finding(event.code, _shorten_note(event.text))
     is_known = not finding.text or finding in state.findings  # of another rank, or attempt
     flaws = (*state.flaws, _shorten_name(event.flaw)) if event.flaw else state.flaws
     return {"findings": (*([] if is_known else [finding]), *state.findings), "flaws": flaws}
 
 
-def _reduce_not_finite(state: RunState, event: ev.NotFinite) -> Draft:
-    """Keep the earliest loss that is not finite. Gradients carry it to all ranks in one step."""
+def _reduce_not_finite(state: RunState, event: ev.NotFinite) -> Changes:
+    """Return the state's changes after a loss that is not finite: only the earliest one counts.
+
+    Gradients carry it to all ranks in one step.
+    """
     if state.not_finite is not None and state.not_finite.time <= event.time:
         return {}
     finding = Finding(
@@ -145,26 +154,26 @@ def _reduce_not_finite(state: RunState, event: ev.NotFinite) -> Draft:
     return {"not_finite": event, "findings": (finding, *others)}
 
 
-def _reduce_artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Draft:
-    """Record that the notebook has loaded a value, or why it could not."""
+def _reduce_artifact_loaded(state: RunState, event: ev.ArtifactLoaded) -> Changes:
+    """Return the state's changes: a value that the notebook has loaded, or why it could not."""
     name, trouble = (_shorten_name(event.name), _shorten_note(event.trouble))
     loaded = {**state.loaded, name: replace(event, name=name, trouble=trouble)}
     return {"loaded": MappingProxyType(dict(list(loaded.items())[-limits.MAX_ITEMS :]))}
 
 
-def _reduce_host(state: RunState, event: ev.Host) -> Draft:
-    """Keep the last measurement of a host."""
+def _reduce_host(state: RunState, event: ev.Host) -> Changes:
+    """Return the state's changes: the last measurement of a host."""
     node, whose = (_shorten_name(event.node), _shorten_name(event.whose))
     event = replace(event, node=node, whose=whose)
     return {"hosts": MappingProxyType({**state.hosts, node: event})}
 
 
-def _reduce_gpu_memory(state: RunState, event: ev.GpuMemory) -> Draft:
+def _reduce_gpu_memory(state: RunState, event: ev.GpuMemory) -> Changes:
     gpus = tuple((index, name[: limits.MAX_NAME_CHARS], used) for index, name, used in event.gpus)
     return {"gpu_memory": (*state.gpu_memory[:1], replace(event, gpus=gpus))}
 
 
-RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Draft]] = {
+RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {
     ev.Hang: _reduce_hang,
     ev.Attempt: _reduce_attempt,
     ev.Stopping: lambda _, e: {"status": "stopping", "message": strip_escapes(e.reason)},
@@ -181,8 +190,11 @@ RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Draft]] = {
 # What an event changes in the draft of a rank.
 
 
-def _reduce_metrics(rank: Draft, event: ev.Metrics) -> Draft:
-    """Keep the last value of each metric, and which of them are of this epoch."""
+def _reduce_metrics(rank: Draft, event: ev.Metrics) -> Changes:
+    """Return the rank's changes: the last value of each metric, and which are of this epoch.
+
+    Only the first `MAX_METRICS` names are kept.
+    """
     metrics = dict(rank["metrics"])
     for key, value in event.values.items():
         name = _shorten_name(key[:400])
@@ -194,15 +206,15 @@ def _reduce_metrics(rank: Draft, event: ev.Metrics) -> Draft:
     return {"metrics": MappingProxyType(metrics), "step": event.step, "fresh": fresh}
 
 
-def _reduce_epoch_end(rank: Draft, event: ev.EpochEnd) -> Draft:
+def _reduce_epoch_end(rank: Draft, event: ev.EpochEnd) -> Changes:
     metrics = {name: value for name, value in rank["metrics"].items() if name in rank["fresh"]}
     values = event.loss, MappingProxyType(metrics), event.time
     row = EpochRow(event.epoch, event.steps, event.seconds, *values, event.training)
     return {"epochs": (*rank["epochs"], row)[-limits.MAX_ITEMS :], "fresh": frozenset()}
 
 
-def _reduce_training(rank: Draft, event: ev.TrainingUpdate) -> Draft:
-    """Update the counts, the rates and the timeline of a rank's training."""
+def _reduce_training(rank: Draft, event: ev.TrainingUpdate) -> Changes:
+    """Return the rank's changes: its counts, rates and timeline after a report."""
     old = rank["progress"]
     waited = event.waited - (old.waited if old else 0.0)
     seconds = event.elapsed - (old.elapsed if old else 0.0)
@@ -222,8 +234,8 @@ def _shorten_note(text: str) -> str:
     return strip_escapes(text, limits.MAX_NOTE_CHARS)
 
 
-def _reduce_phase(rank: Draft, event: ev.Phase) -> Draft:
-    """Set what the rank does; before its first step, also add it to the list of phases."""
+def _reduce_phase(rank: Draft, event: ev.Phase) -> Changes:
+    """Return the rank's changes: its phase, and before its first step the list of phases."""
     phase, trained = strip_escapes(event.phase, 20), rank["progress"]
     new = {"phase": phase, "timeline": rank["timeline"].add_phase(event.time, event.phase)}
     if trained is None or not trained.steps:
@@ -231,8 +243,8 @@ def _reduce_phase(rank: Draft, event: ev.Phase) -> Draft:
     return new
 
 
-def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
-    """Append printed lines to the rank's log, without launchers' frames, and count all of them."""
+def _reduce_output(rank: Draft, event: ev.Output) -> Changes:
+    """Return the rank's changes: its last lines, without launchers' frames, and their number."""
     number = event.rank
     shown = [*strip_launcher_frames(event.lines)]
     lines = tuple(strip_rank(strip_escapes(ln), number) for ln in shown[-limits.MAX_LOG_LINES :])
@@ -240,7 +252,7 @@ def _reduce_output(rank: Draft, event: ev.Output) -> Draft:
     return {"log": (rank["log"] + lines)[-limits.MAX_LOG_LINES :], "log_count": count}
 
 
-def _reduce_ended(rank: Draft, event: ev.Ended) -> Draft:
+def _reduce_ended(rank: Draft, event: ev.Ended) -> Changes:
     """Return the fields that a rank's last event changes: status, result or error, evidence.
 
     The status is "done", or "failing" after an error, until the launcher has seen the process end.
@@ -269,8 +281,8 @@ def _error_type(event: ev.Failing | ev.Ended) -> str:
     return _shorten_name(event.error_type or known)
 
 
-def _reduce_artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
-    """Record that a rank saved a value for the notebook, or why it could not."""
+def _reduce_artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Changes:
+    """Return the rank's changes: a value that it saved for the notebook, or why it could not."""
     name, trouble = (_shorten_name(event.name), _shorten_note(event.trouble))
     bad = _shorten_name(event.not_finite)
     others = [old for old in rank["saved"] if old.name != name]
@@ -282,8 +294,8 @@ def _reduce_artifact_saved(rank: Draft, event: ev.ArtifactSaved) -> Draft:
     }
 
 
-def _reduce_exited(rank: Draft, event: ev.Exited) -> Draft:
-    """Record how the rank's process ended, by the launcher's verdict."""
+def _reduce_exited(rank: Draft, event: ev.Exited) -> Changes:
+    """Return the rank's changes at the end of its process, by the launcher's verdict."""
     return {
         "status": event.verdict,
         "ended": rank["ended"] or event.time,
@@ -301,14 +313,14 @@ def _evidence(event: ev.Ended | ev.Exited) -> tuple[Finding, ...]:
     return tuple(Finding(_shorten_name(code), strip_escapes(text)) for code, text in known)
 
 
-def _reduce_displayed(rank: Draft, event: ev.Displayed) -> Draft:
+def _reduce_displayed(rank: Draft, event: ev.Displayed) -> Changes:
     before = () if event.clears else rank["displayed"]
     if event.name and event.name in (each.name for each in before):
         return {"displayed": tuple(event if e.name == event.name else e for e in before)}
     return {"displayed": (*before, event)}
 
 
-RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Draft]] = {
+RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Changes]] = {
     ev.Spawned: lambda _, e: {"pid": e.pid, "node": _shorten_name(e.node)},
     ev.Started: lambda rank, e: {
         "status": "running",

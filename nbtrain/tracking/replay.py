@@ -139,7 +139,10 @@ def _texts(lines: Any) -> tuple[str, ...]:
 
 
 def _fold_files(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunState, float]:
-    """Return the state after all events and logs, and the time of the last one."""
+    """Return the state after all events and logs, and the time of the last one.
+
+    Leaves the reader at the end of what was read. Raises `OSError`.
+    """
     last, closing = state.created, list[ev.Event]()
     last_log = -math.inf
     ranks = range(state.world_size)
@@ -165,7 +168,7 @@ def split_closing(
 ) -> tuple[list[ev.Event], list[ev.Event]]:
     """Return the events to fold now, and those that close ranks, to fold after all others.
 
-    The events that close an attempt are folded before the next attempt.
+    Adds to `closing`. The events that close an attempt are folded before the next attempt.
     """
     ready: list[ev.Event] = []
     for event in events:

@@ -71,9 +71,9 @@ class Channel:
         """Wait for the next message; return it and the descriptor that came with it, or None.
 
         The caller closes the descriptor. From another host, it is of a memory file with the content
-        that was sent. Raises `EOFError` if the other end is closed or the connection fails, or if the
-        first message is too large or takes longer than `CONNECT_TIMEOUT_S`; `ValueError` if a message
-        is not JSON.
+        that was sent. Raises `EOFError` if the other end is closed or the connection fails, or if
+        the first message is too large or takes longer than `CONNECT_TIMEOUT_S`. Raises `ValueError`
+        for a message that is not JSON.
         """
         self._deadline = None if self._is_known else time.monotonic() + CONNECT_TIMEOUT_S
         head, descriptors = self._receive(_HEAD.size, with_data=self.passes_files)

@@ -236,7 +236,7 @@ class _Parts:
 
 
 def _rebuild(value: Any) -> Any:
-    """Return an exception made of `_Parts` without calling its ``__init__``; else the value itself."""
+    """Return an exception made of `_Parts` without its ``__init__``; any other value as it is."""
     if not isinstance(value, _Parts):
         return value
     error = value.cls.__new__(value.cls, *value.args)

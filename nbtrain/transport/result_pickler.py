@@ -47,7 +47,7 @@ def notebook_classes() -> frozenset[type]:
 
 
 def _class_of_main(name: str) -> Any:
-    """Return the notebook's class of that name. Raises `AttributeError` if there is no such name."""
+    """Return the notebook's class of that name. Raises `AttributeError` if it is gone."""
     try:
         return vars(sys.modules["__main__"])[name]
     except KeyError:

@@ -107,7 +107,10 @@ def log_values(step: Any, metrics: dict[str, Any]) -> None:
 def _write(
     reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
 ) -> None:
-    """Write metrics; the first value of a loss that is not finite is also an event of its own."""
+    """Write metrics at once, in the rank's own file.
+
+    The first value of a loss that is not finite is also a `NotFinite` event, once for each name.
+    """
     if reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps):
         return
     for name, value in values.items():
@@ -120,7 +123,11 @@ def _write(
 
 
 def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> None:
-    """Report metrics after their values have arrived from the GPU."""
+    """Report metrics of which some are on a GPU, as one event when those have arrived.
+
+    The time of the event is that of the call. Raises `TypeError` at once for a value on the CPU
+    that is no metric.
+    """
     on_gpu = {name: value for name, value in metrics.items() if _is_on_gpu(value)}
     here = {name: None if name in on_gpu else _metric(name, v) for name, v in metrics.items()}
     now = clock.now()
@@ -141,7 +148,7 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `log` accepts a value. A value on a GPU is not read."""
+    """Return whether `log` accepts a value. A value on a GPU is not read."""
     try:
         return _is_on_gpu(value) or _metric("", value) is not None
     except TypeError:
@@ -149,7 +156,10 @@ def is_metric(value: Any) -> bool:
 
 
 def _metric(name: str, value: Any) -> float | str:
-    """Return a metric as a number or a short text. Raises `TypeError` for another kind."""
+    """Return a metric as a number, or as a text of at most 200 characters.
+
+    An integer of 2⁵³ or more becomes a float. Raises `TypeError` for another kind.
+    """
     if isinstance(value, str):
         return shorten(value, 200)
     if isinstance(value, (bool, int)) and abs(value) < 1 << 53:

@@ -114,7 +114,10 @@ def newest_incomplete(folder: Path) -> str:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Delete the checkpoints that are older than the newest `keep` complete ones (None: none)."""
+    """Delete the checkpoints that are older than the newest `keep` complete ones.
+
+    Nothing is deleted if `keep` is None or no checkpoint is complete. Errors are ignored.
+    """
     newest = complete_checkpoints(folder)[-keep:] if keep is not None else []
     for path in checkpoints_in(folder) if newest else ():
         if path < newest[0]:
@@ -122,7 +125,7 @@ def prune(folder: Path, keep: int | None) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether all ranks of one attempt have left the checkpoint."""
+    """Return whether all ranks of one attempt have left the checkpoint."""
     try:
         stamp = (folder / ".done-0").read_text()
         match = _STAMP.fullmatch(stamp)

@@ -53,7 +53,7 @@ class GraphCaptures:
         patch(graph, "capture_end", self._end)
 
     def _begin(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Count a recording that begins."""
+        """Call ``capture_begin``, and count a recording unless it raises."""
         self.count += 1
         try:
             return original(*args, **kwargs)
@@ -96,9 +96,11 @@ class ScalarReader:
         self._others: dict[str, Reader] = {}
 
     def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
-        """Begin to read scalars of one kind of device.
+        """Begin to read scalars of one kind of device; `then` gets them by name once they are
+        there.
 
-        CUDA tensors that are being recorded in a graph have no value, so `then` gets an empty dict.
+        CUDA tensors that are being recorded in a graph have no value, so `then` gets an empty dict
+        at once. With more than `MAX_PENDING_SCALARS` groups under way, waits for the oldest.
         """
         kind = next((tensor.device.type for tensor in tensors.values()), "")
         if kind in READERS:
@@ -124,7 +126,10 @@ class ScalarReader:
             reader.finish(wait)
 
     def deliver(self, at_least: int = 0) -> None:
-        """Deliver what has arrived, in order, waiting for the first `at_least`."""
+        """Call `then` of the groups that have arrived, in order, and wait for the first `at_least`.
+
+        Does nothing while a CUDA graph is being recorded.
+        """
         if not (self._submitted or self._waiting) or captures.under_way(sys.modules["torch"]):
             return
         with self._lock:
@@ -143,7 +148,7 @@ class ScalarReader:
 def _begin(
     torch: Any, tensors: Mapping[str, Any], streams: Mapping[Any, Any], then: Then
 ) -> _Copies:
-    """Copy each tensor behind the work that was on its device's stream when it was submitted."""
+    """Begin to copy scalars to the CPU, each on the stream of its device when it was submitted."""
     values: dict[str, Any] = {}
     for name, tensor in tensors.items():
         with torch.cuda.stream(streams[tensor.device]):

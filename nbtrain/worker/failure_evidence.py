@@ -74,7 +74,10 @@ def ignore_child_signals() -> Iterator[None]:
 
 
 def last_collective() -> Collectives:
-    """Return the number of the last collective that this rank called in its default group."""
+    """Return the number of this rank's last collective in the default group, as the only entry.
+
+    Empty without a group of several ranks, or if its backend has no numbers.
+    """
     with contextlib.suppress(Exception):  # a group of any backend may have no numbers
         if is_in_group():
             return ((begun_in(sys.modules["torch.distributed"].group.WORLD), "", "", False),)
@@ -82,7 +85,10 @@ def last_collective() -> Collectives:
 
 
 def last_collectives(recorder: Path) -> Collectives:
-    """Return the last collectives of the default group from this rank's flight recorder."""
+    """Return the last collectives of the default group from this rank's flight recorder.
+
+    One entry with the number 0 if the recorder has nothing; empty without a group of several ranks.
+    """
     if not is_in_group():
         return ()
     with contextlib.suppress(Exception):
@@ -128,7 +134,10 @@ def _text(error: BaseException) -> str:
 
 
 def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield how the workers of a DataLoader ended, and the free space in /dev/shm."""
+    """Yield how the workers of a DataLoader ended, and the free space in /dev/shm.
+
+    Yields nothing for an error that a worker itself raised, or that has nothing to do with workers.
+    """
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
     workers: list[Any] = next((w for o in loaders if (w := getattr(o, "_workers", None))), [])
@@ -157,7 +166,11 @@ def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _full_disk(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield which file system is full, because the error of torch's writer does not name it."""
+    """Yield which file system is full, if the error is about a disk without space.
+
+    torch's writer does not name it, so the files in the frames of the error are tried. Yields
+    nothing if each has space.
+    """
     codes = {link.errno for link in _chain(error) if isinstance(link, OSError)}
     if codes.isdisjoint((errno.ENOSPC, errno.EDQUOT)) and not _NO_ROOM.search(_text(error)):
         return
@@ -199,7 +212,7 @@ def _descriptors(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _no_process(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield why a process or a thread could not be started."""
+    """Yield that the system refused a process or a thread, and the limits on them."""
     *_, innermost = _frames(error)
     starting = _STARTERS.intersection(innermost.f_code.co_names)
     refused = isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM)
@@ -214,7 +227,7 @@ def _no_process(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield the names of parameters that torch's DDP lists by number."""
+    """Yield the names of parameters without a gradient, if DDP's error lists their numbers."""
     indices = _UNUSED.search(_text(error))
     models = (frame.f_locals.get("self") for frame in _frames(error))
     model: Any = next((m for m in models if type(m).__name__ == "DistributedDataParallel"), None)
@@ -233,7 +246,10 @@ def _unused_parameters(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def report_os_exit(rank: int, writer: EventWriter) -> None:
-    """Report calls of `os._exit` in this process, except those of nbtrain."""
+    """Patch `os._exit` to write a `Failing` event with the line of the user's code that calls it.
+
+    Calls of nbtrain and in forked child processes are not reported.
+    """
     process = os.getpid()
 
     def leave(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +271,10 @@ def report_os_exit(rank: int, writer: EventWriter) -> None:
 
 
 def describe_sys_exit(leaving: SystemExit) -> str:
-    """Return ``sys.exit(3) at In[2], line 4``."""
+    """Return the call that ends the task, with its place: ``sys.exit(3) at In[2], line 4``.
+
+    Without the place if no frame is of the user's code.
+    """
     frames = exceptions.capture(leaving, pickles=False).frames
     place = next((f for f in reversed(frames) if not f.is_library), None)
     at = "" if place is None else _format_place(place.filename, place.line)
@@ -263,7 +282,7 @@ def describe_sys_exit(leaving: SystemExit) -> str:
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """Return the frame that called the patched function."""
+    """Return the frame that called the patched function, outside of this module and the patch."""
     own = (__file__, instrumentation.__file__)
     while frame.f_code.co_filename in own and frame.f_back is not None:
         frame = frame.f_back

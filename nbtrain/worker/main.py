@@ -59,9 +59,10 @@ job_of_process: Job | None = None
 
 
 def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
-    """Run the plan's task as `rank`, report how it ended, and return the exit code.
+    """Make this process rank `rank` of a job, run the plan's task, and return the exit code.
 
-    `call` runs it, instead of `run_task`.
+    Sets environment variables and the number of threads. The outcome is in the run's folder. `call`
+    runs the task, instead of `run_task`.
     """
     global job_of_process
     job_of_process = job
@@ -80,7 +81,11 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
 
 
 def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
-    """Run the plan's task in a process that is a rank already; see `main`."""
+    """Run the plan's task in a process that is a rank already, and return the exit code.
+
+    Installs the signal handler, patches and observers of the task; reports the outcome in the run's
+    folder and prints the traceback of a failure. Raises nothing.
+    """
     os.environ["NBTRAIN_RUN"] = str(job.folder.path)
     stopping.activate(job.folder.stopping_file)
     use_cell_names(job.folder.cells)
@@ -134,7 +139,10 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
 def run_and_report(
     job: Job, rank: int, writer: EventWriter, call: Callable[[Task], Any]
 ) -> tuple[int, BaseException | None]:
-    """Run the task and leave its outcome in the run folder; return exit code and exception."""
+    """Run the task, leave its outcome in the run folder, and return exit code and exception.
+
+    The exception is None after a success, and after ``sys.exit`` with another code than 0.
+    """
     with contextlib.ExitStack() as after:
         return _run_and_report(job, rank, writer, call, after)
 
@@ -196,9 +204,11 @@ def _deliver(
     value: Any,
     threads: Collection[threading.Thread],
 ) -> None:
-    """Leave what the task returned and what it trained, and leave the process group in between.
+    """Save what the task returned, then the weights and variables, and report the end.
 
-    `threads` are those that there were before the task.
+    Waits for the device's queued work and, between the two, for threads; then leaves the process
+    group. `threads` are those that there were before the task. Raises `OSError` if the disk is
+    full.
     """
     _finish_device_work(job)
     data = result_pickler.dump_result(value, job.shared_classes)
@@ -230,7 +240,10 @@ _lasting_spare: ReservedFile | None = None
 
 
 def _spare(job: Job) -> ReservedFile:
-    """Return room for what a rank leaves of a task, in the file system of the run's folder."""
+    """Return reserved space for a rank's last file, in the file system of the run's folder.
+
+    A live rank has one for all of its tasks; it is replaced once it was used.
+    """
     global _lasting_spare
     if not job.is_live or job.is_mirrored:
         return ReservedFile(job.folder.path)
@@ -251,7 +264,10 @@ def _save_result(spare: ReservedFile, path: Path, data: bytes) -> None:
 def _report_failure(
     job: Job, rank: int, writer: EventWriter, spare: ReservedFile, error: BaseException
 ) -> None:
-    """Leave an exception in the run folder; where that fails too, its headline and both reasons."""
+    """Save an exception for the notebook, and report the end with evidence. Raises nothing.
+
+    If it cannot be saved, the event has its headline and both reasons.
+    """
     now, headline = clock.now(), type(error).__name__
     error_type = headline
     evidence: ev.Evidence = ()
@@ -274,7 +290,11 @@ def _report_failure(
 
 
 def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
-    """Run the task, and report the last figures at its end; ``sys.exit(0)`` is an end, too."""
+    """Call the task and return its value; ``sys.exit(0)`` in it returns None.
+
+    Reports the last figures of the training in any case. A process that the task forked, and that
+    comes back here, ends.
+    """
     ended, process = False, os.getpid()
     try:
         value = call(task)
@@ -308,7 +328,10 @@ def _end_if_forked(process: int) -> None:
 
 
 def _leave(rank: int, writer: EventWriter, leaving: SystemExit) -> int:
-    """Treat ``sys.exit()`` as the interpreter would: a message goes to stderr and means 1."""
+    """Report ``sys.exit()`` of the task, and return the exit code, never 0.
+
+    As in the interpreter, a message is printed to standard error and means 1.
+    """
     code = leaving.code
     text = failure_evidence.describe_sys_exit(leaving)
     writer.write(ev.Failing(clock.now(), rank, text, SystemExit.__name__))
@@ -337,7 +360,7 @@ def _set_threads() -> None:
 
 
 def _finish_device_work(job: Job) -> None:
-    """Let what was queued on a device end: a peer may be waiting for this rank's part of it."""
+    """Wait for what was queued on a device: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
     for side in sides_of(job):
         side.finish_task(job)

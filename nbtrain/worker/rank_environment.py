@@ -138,7 +138,10 @@ _NEEDS_GROUP = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_U
 
 
 def _init_single(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the state of one process, except for what trains in a group of one, too."""
+    """Make Accelerate's state without ``LOCAL_RANK``: of one process, in no group.
+
+    The variable stays for DeepSpeed, FSDP and Megatron-LM, which train in a group of one, too.
+    """
     needs_group = any(os.environ.get(name, "").lower() == "true" for name in _NEEDS_GROUP)
     local_rank = None if needs_group else os.environ.pop("LOCAL_RANK", None)
     try:
@@ -205,10 +208,9 @@ def _is_wrapper(model: Any) -> bool:
 def renew_accelerate_state(plan: Plan) -> None:
     """Clear the inherited state of Accelerate, which belongs to the notebook.
 
-    A single rank may keep it, with an Accelerator that the notebook made.
-
-    Objects of the notebook that show the state (TrainingArguments, a PartialState) show the run's
-    world from then on, because all instances share one state.
+    A single rank keeps it if its task uses an Accelerator that the notebook made. Objects of the
+    notebook that show the state (TrainingArguments, a PartialState) show the run's world from then
+    on, because all instances share one state.
     """
     is_alone = plan.num_processes == 1 and plan.nodes is None
     if is_alone and any(accelerate_objects.find_single_process_objects(plan.task)):

@@ -88,7 +88,7 @@ active: StopOnRequest | None = None
 
 
 def activate(request: Path) -> None:
-    """Make SIGINT mean what the launcher says, in this process."""
+    """Make SIGINT stop this rank only if the launcher requests it, by the file `request`."""
     global active
     active = StopOnRequest(request)
     signal.signal(signal.SIGINT, active)

@@ -15,7 +15,7 @@ from ..transport.exceptions import set_notes
 
 
 def run_task(task: Task) -> Any:
-    """Do what the plan says and return its value, awaited if it is a coroutine."""
+    """Call the task's function, or run its cell, and return the value; a coroutine is awaited."""
     if isinstance(task, Call):
         value = task.function(*task.args, **task.kwargs)
     else:

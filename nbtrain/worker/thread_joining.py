@@ -21,7 +21,7 @@ from . import limits
 def join_new_threads(before: Collection[threading.Thread]) -> None:
     """Wait for the threads that a function has started in the kernel and that still do something.
 
-    Neither daemons nor idle threads of pools are waited for, nor any thread for longer than
+    Neither daemons nor idle threads of pools are waited for, and no thread for longer than
     `limits.THREAD_IDLE_LIMIT_S`.
     """
     begun = busy = time.monotonic()

@@ -129,7 +129,7 @@ def metric_order(name: str) -> int:
 
 
 def _best(rows: Iterable[Epoch], name: str) -> int | None:
-    """Return which row has the best value of a column; there must be two values to compare."""
+    """Return the index of the row with the best value of a column; None with fewer than two."""
     known = [(row.values[name], at) for at, row in enumerate(rows) if name in row.values]
     known = [(value, at) for value, at in known if math.isfinite(value)]
     if len(known) < 2:
@@ -166,7 +166,10 @@ def better(name: str) -> str:
 
 
 def main_metric(names: Iterable[str]) -> str | None:
-    """Return the most important metric: the loss under any of its names, or the first metric."""
+    """Return the most important metric: the loss under any of its names, or the first one.
+
+    None without a metric.
+    """
     known = list(names)
     for wanted in ("loss", "train_loss", "train/loss"):
         if wanted in known:

@@ -17,10 +17,11 @@ Row = dict[str, Any]
 
 
 def rows(folder: RunFolder, world_size: int) -> list[Row]:
-    """Return one row for each report, in the order of time.
+    """Return one row for each report of a run, in the order of time.
 
     What is observed in torch (loss, lr, epoch, steps/s, samples) has its own rows. If the user logs
-    a metric of the same name, only the logged one is returned.
+    a metric of the same name, only the logged one is returned. Raises `NbtrainError` if the folder
+    was deleted.
     """
     read = merge_rows(list(read_events(folder.events(rank))) for rank in range(world_size))
     folder.check_exists()  # of a folder that was just deleted, only a part was read

@@ -41,7 +41,10 @@ class RunProgress:
 
 
 def estimate_run(state: RunState, now: float) -> RunProgress:
-    """Return how far a run is: the progress of the slowest rank that is still training."""
+    """Return how far a run is: the progress of the slowest rank that still trains.
+
+    In a hang, without a time left. Of a run that ended, the share that it reached.
+    """
     running = [rank for rank in state.ranks if not rank.is_over]
     stuck = _stuck_for(state, now)  # computed once: it reads every rank
     ranks = [_estimate_rank(rank, state, now, stuck) for rank in running or state.ranks]
@@ -143,7 +146,10 @@ def is_epoch_only(rank: RankState, nest: Sequence[ProgressBar] | None = None) ->
 
 
 def fraction_of_bars(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> float | None:
-    """Return the share that a rank's bars show, from the outermost in."""
+    """Return the share that a rank's bars show, from the outermost in.
+
+    None if no bar has a known length.
+    """
     nest = [b for b in (rank.nest if nest is None else nest) if b.fraction is not None]
     if not nest:
         return None
@@ -168,7 +174,10 @@ def remaining(rank: RankState) -> float | None:
 
 
 def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
-    """Return the seconds left if the rest of the work is as fast as until now."""
+    """Return the seconds left if the rest of the work is as fast as until now.
+
+    0 if all is done; None before `MIN_ESTIMATE_S` of training, or if the share done is unknown.
+    """
     if not done or done >= 1:
         return 0.0 if done == 1 else None
     trained = rank.progress
@@ -214,7 +223,7 @@ def _remaining_in_epoch(rank: RankState, now: float) -> float | None:
 
 
 def _stuck_for(state: RunState, now: float) -> float | None:
-    """Return the seconds since a rank made progress, in a hang."""
+    """Return the seconds since a rank made progress, in a hang; None if there is no hang."""
     if (
         state.is_over
         or not state.hang

@@ -16,7 +16,10 @@ from ..state import RunState, TrainingProgress
 
 
 def mark_slow_ranks(state: RunState) -> RunState:
-    """Return the state with 'slow?' at ranks that delay the others, and the reason in `hang`."""
+    """Return the state with 'slow?' at ranks that delay the others, and the reason in `hang`.
+
+    Returns the same state in a hang, and if no rank is slow.
+    """
     compared = _comparable(state)
     if state.status != "running" or state.hang or len(compared) < 2:
         return state
@@ -72,7 +75,10 @@ def _slow_by_waiting(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], 
 def _find_outliers(
     values: Mapping[int, float], is_slow: Callable[[float, float], bool]
 ) -> tuple[list[int], float]:
-    """Return the ranks that differ from the others, less than half, and the others' median."""
+    """Return the ranks that differ from the others, and the others' median.
+
+    No rank, if more than half of them differ or there are fewer than two.
+    """
     if len(values) < 2:
         return [], 0.0
     middle = median(values.values())

@@ -151,7 +151,10 @@ class Timeline:
         return self._replace(letters=letters, debt=debt, newest=0.0)
 
     def _fill(self, time: float, letter: str, now: str) -> Timeline:
-        """Return the timeline filled with a letter up to a time; after it the rank does `now`."""
+        """Return the timeline filled with a letter up to a time; after it, the rank does `now`.
+
+        Bins become twice as wide while there are too many.
+        """
         assert self.until is not None
         time = max(time, self.until)
         new = self

@@ -102,7 +102,7 @@ def add(observer: Observer | Any, *events: str) -> None:
 
 
 def drop(observer: Observer, *events: str) -> None:
-    """Stop notifying an observer of events."""
+    """Stop notifying an observer of events; an event it does not get is ignored."""
     for event in events:
         method = getattr(observer, event)
         with _lock:

@@ -27,7 +27,10 @@ def watch() -> None:
 
 
 def _next(original: Any, it: Any) -> Any:
-    """Return a loader's next batch, and notify before and after."""
+    """Return a loader's next batch, and notify before and after; at its end, of that.
+
+    A loader that reads through another one in the same thread is not reported.
+    """
     if getattr(_thread, "is_loading", False):
         return original(it)
     tell("on_fetch_or_backward", True)

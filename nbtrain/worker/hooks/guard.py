@@ -49,7 +49,10 @@ telemetry = guard_step("telemetry")
 
 
 def activate() -> None:
-    """Watch this process from now on, but not what it forks, and have torch.compile skip that."""
+    """Watch this process from now on, and no process that it forks; forget which purposes failed.
+
+    torch.compile leaves nbtrain's functions out.
+    """
     global is_asleep
     is_asleep = False
     broken.clear()

@@ -47,7 +47,8 @@ def forget_scaling() -> None:
 def divisor(loss: Any) -> int:
     """Return the integer that a loss was last divided by, as in ``loss / steps``; otherwise 1.
 
-    Its node in the graph has it (private, seen in torch 2.7 to 2.13).
+    Also 1 for a tensor or a float as the divisor. Its node in the graph has it (private, seen in
+    torch 2.7 to 2.13).
     """
     node: Any = getattr(loss, "grad_fn", None)
     if type(node).__name__ == "AliasBackward0":  # made a subclass of tensors, again
@@ -62,7 +63,11 @@ def divisor(loss: Any) -> int:
 
 
 def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call backward, and notify of the loss as it was before it was scaled."""
+    """Call ``Tensor.backward``, and notify of the loss before any scaling, if that is known.
+
+    Does not notify of the loss while a library that scales it calls, or of a product of unknown
+    losses.
+    """
     tell("on_fetch_or_backward", False)
     if _is_paused:
         return original(tensor, *args, **kwargs)
@@ -82,7 +87,7 @@ def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs
 
 
 def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
-    """Note the loss behind a product: backward is called on the product."""
+    """Return the scaled loss, and keep the loss with it: backward is called on the product."""
     scaled = original(scaler, outputs)
     if scaled is not outputs:  # the same where it is not enabled
         tell("on_loss_scaling")

@@ -12,7 +12,7 @@ from .observer import tell
 
 
 def watch() -> None:
-    """Notify of phases in torch and safetensors."""
+    """Patch what saves, compiles, and joins a process group, to notify of these phases."""
     patch("torch.serialization", "_save", _save)  # not of a tensor that is pickled
     patch("safetensors.torch", "save_file", _save)
     for owner in ("torch.distributed.distributed_c10d", "torch.distributed"):

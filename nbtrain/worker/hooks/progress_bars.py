@@ -37,7 +37,7 @@ _DRAWING = ["status_printer", "display", "colour", "__iter__", "update", "close"
 
 
 def watch() -> None:
-    """Notify of bars, also if tqdm is imported later."""
+    """Patch tqdm and fastprogress to notify of bars and not draw them, also if imported later."""
     when_imported("tqdm.std", _report_bars)
     when_imported("tqdm.notebook", lambda module: _draw_plainly(module.tqdm_notebook))
     when_imported("tqdm.rich", lambda module: _draw_plainly(module.tqdm_rich))
@@ -93,7 +93,7 @@ def _close(original: Any, bar: Any) -> None:
 
 
 def _is_for_screen(bar: Any) -> bool:
-    """Whether a bar is drawn on the standard streams, those of the kernel included."""
+    """Return whether a bar is drawn on the standard streams, those of the kernel included."""
     stream = getattr(bar, "fp", None)
     while "_wrapped" in getattr(stream, "__dict__", ()):  # tqdm wraps the stream it is given
         stream = stream.__dict__["_wrapped"]
@@ -109,7 +109,10 @@ def _is_reported(bar: Any) -> bool:
 
 
 def _seconds(bar: Any) -> float:
-    """Return the seconds since a bar began, or was reset: tqdm's own jump when the clock is set."""
+    """Return the seconds since a bar began or was reset; 0 for one that has not begun.
+
+    tqdm's own count jumps when the clock is set.
+    """
     start = getattr(bar, "start_t", None)
     if start is None:
         return 0.0
@@ -132,7 +135,10 @@ def _report(bar: Any, *, closed: bool) -> None:
 
 
 def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
-    """Notify of a bar's state, at most once in an interval unless it is closed."""
+    """Notify of a bar's state, at most once in `REPORT_INTERVAL_S` unless it is closed.
+
+    A bar whose count is no number is left out.
+    """
     if not hasattr(bar, "_nbtrain_id"):
         bar._nbtrain_id, bar._nbtrain_due = next(_ids), 0.0
     # set_postfix() draws at every iteration and ignores the bar's interval.

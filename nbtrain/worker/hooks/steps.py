@@ -42,7 +42,7 @@ _is_hooked = False
 
 
 def watch_steps() -> None:
-    """Notify after each step."""
+    """Hook into the optimizers of torch, fastai and DeepSpeed to notify after each step."""
     when_imported("torch.optim.optimizer", _hook)
     patch("fastai.optimizer:Optimizer", "step", _step)
     patch("deepspeed.runtime.engine:DeepSpeedEngine", "step", _engine_step)
@@ -97,7 +97,7 @@ def _skip_init_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _collect_steps(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """Call, and return the result and the optimizers that stepped, without notifying."""
+    """Call a function without notifying; return its result and the optimizers that stepped."""
     global _inner
     outer, _inner = _inner, []
     try:

@@ -25,10 +25,11 @@ from .training_meter import TrainingMeter
 def install(
     sources: Collection[str] = SOURCES, plan: Plan | None = None, *, ranks_stay: bool = False
 ) -> None:
-    """Watch this rank's training, whether its libraries are imported already or later.
+    """Add the observers of this rank's training, for libraries that are imported now or later.
 
-    `plan` is what the rank runs, where it is known: its task names the notebook's models. Where
-    the `ranks_stay`, so do the models that they make.
+    Does nothing in a process that is no rank. `plan` is what the rank runs, if it is known: its
+    task names the notebook's models. If the `ranks_stay`, the models that they make stay, too, and
+    are not reported as lost.
     """
     reporter = api.active
     if reporter is None:

@@ -75,7 +75,7 @@ class DataLoadingMeter(Observer):
         self._lock = threading.Lock()  # loaders are read in threads, too
 
     def note_step(self) -> None:
-        """Count the last batch for a step that this thread has taken."""
+        """Credit the last batch to a step of this thread, and count a pass at its first step."""
         self._trainer = threading.get_ident()
         if self._pending or not self._has_stepped:
             self._credit()
@@ -105,7 +105,10 @@ class DataLoadingMeter(Observer):
             self.samples, self._has_stepped = samples, True
 
     def position(self) -> dict[str, int | None]:
-        """Return the epoch, batch and number of batches of the loader that feeds the steps."""
+        """Return ``epoch``, ``batch`` and ``batches`` of the loader that feeds the steps.
+
+        Before the first step, of the loader that gave the last batch. Unknown values are None.
+        """
         at = self._fed or self._last
         if at is None:
             return {"epoch": None, "batch": None, "batches": None}
@@ -121,7 +124,10 @@ class DataLoadingMeter(Observer):
         asked[1].append(len(index) if hasattr(index, "__len__") else None)
 
     def on_batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
-        """Count a batch."""
+        """Count a batch and the time that the training waited for it, and report if that is due.
+
+        The first batch of a pass begins a new `LoaderPass`, kept as an attribute of the iterator.
+        """
         now = time.monotonic()
         if threading.get_ident() in (self._main, self._trainer):
             self.waited += now - start
@@ -163,7 +169,11 @@ class DataLoadingMeter(Observer):
                     self.samples = (self.samples or 0) + size
 
     def on_loader_end(self, it: Any) -> None:
-        """Take note that a pass has read all, or found nothing."""
+        """Take note that a pass has read all, as a validation does.
+
+        Counts a batch that was read ahead. A pass without any batch is remembered for
+        `nothing_read`.
+        """
         passed = vars(it).get("_nbtrain_pass")
         if passed is None:  # it gave no batch, perhaps since a small one is left out
             if it._dataset_kind == 0 and getattr(it._index_sampler, "drop_last", False):
@@ -203,10 +213,10 @@ def loader_of(iterator: Any) -> Any:
 
 
 def _batch_size(it: Any, batch: Any) -> int | None:
-    """Return how many samples a batch of a stream holds; None where that is not certain.
+    """Return how many samples a batch of a stream holds; None if that is not certain.
 
-    torch's own collating puts them in the first dimension. A user's may do anything, but every
-    batch except the last contains the requested number of samples.
+    torch's own collating, and fastai's, put them in the first dimension. A user's may do anything,
+    but every batch except the last contains the requested number of samples.
     """
     sizes = (tensor.shape[0] for tensor in tensors(batch) if len(tensor.shape))
     if loader_of(it) is not None:  # fastai itself counts by the first dimension, or a table's rows
@@ -223,7 +233,7 @@ def _batch_size(it: Any, batch: Any) -> int | None:
 
 
 def tensors(batch: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the tensors of a batch in order."""
+    """Yield the tensors of a batch in order, from lists, tuples and mappings up to `depth` deep."""
     if hasattr(batch, "shape"):
         yield batch
     elif depth and isinstance(batch, (list, tuple, Mapping)):

@@ -120,7 +120,10 @@ def _engine() -> Any:
 
 
 def _sizes(tensors: Iterable[Any], met: set[Any]) -> Counter[str]:
-    """Return the bytes of tensors by type of device, without storages that were counted before."""
+    """Return the bytes of tensors by type of device; a storage counts once.
+
+    `met` has the storages that were counted before, and gets those that are counted now.
+    """
     by_kind = Counter[str]()
     for tensor in tensors:
         for part in _plain(tensor) if tensor is not None else ():
@@ -144,7 +147,10 @@ def _plain(tensor: Any) -> Iterator[Any]:
 
 
 def _storage(tensor: Any) -> tuple[Any, int]:
-    """Return the identity of a tensor's memory, and its bytes."""
+    """Return the identity of a tensor's memory, and its size in bytes.
+
+    A tensor without a pointer, as on a TPU, has an identity of its own.
+    """
     try:
         storage = tensor.untyped_storage()
         return storage._cdata, storage.nbytes()

@@ -73,7 +73,11 @@ class TrainingMeter(Observer):
             hooks.add(self._loading)
 
     def on_training_end(self, wait: bool) -> None:
-        """Report the last figures; with `wait`, wait for those on a device."""
+        """Report the last figures and the last epoch; with `wait`, wait for values on a device.
+
+        With `wait`, also report that loaders gave no batch, and the final evidence of the rank's
+        work.
+        """
         self._over.set()
         note = self._loading.nothing_read() if wait and not self._steps else ""
         if note:
@@ -93,7 +97,7 @@ class TrainingMeter(Observer):
             self._work.report(self._steps, self._loss.last())
 
     def on_step(self, optimizer: Any) -> None:
-        """Count a step."""
+        """Count a step of an optimizer: optimizers that step in turn count once a round."""
         self._loading.note_step()
         key = id(optimizer)
         if not self._round or key in self._round:
@@ -134,7 +138,10 @@ class TrainingMeter(Observer):
                 self._epoch = self._number_of_epoch(), *self._epoch[1:]  # it began unlooked at
 
     def _begin_epoch(self, now: float) -> None:
-        """Report the epoch that has ended, because the loader's next pass has led to a step."""
+        """Report the epoch that has ended, and begin the next one.
+
+        Called at the first step of a loader's pass.
+        """
         self._report_epoch(now, self._steps - 1)
         self._passes = self._loading.fed_passes
         epoch = self._number_of_epoch()
@@ -187,7 +194,7 @@ class TrainingMeter(Observer):
 
     @telemetry
     def _report_rests(self) -> None:
-        """Report counts that have stopped, in a thread, because the rank may hang."""
+        """Report, in a thread, counts that have not changed for a second: the rank may hang."""
         reported, pause = 0.0, 2 * limits.REPORT_INTERVAL_S
         while not self._over.wait(pause):
             ticked = self._ticked
@@ -198,7 +205,10 @@ class TrainingMeter(Observer):
                 self._report(ticked, None, rests=True)
 
     def _report(self, now: float, loss: float | None, *, rests: bool = False) -> None:
-        """Write the counts as one event; `rests` marks counts that have stopped to change."""
+        """Write the counts as one event; on rank 0, also a finding about the order of the data.
+
+        `rests` marks counts that have not changed for a while; it has no losses.
+        """
         position = self._loading.position()
         place = self._place.report(self._steps, self._loading.fed_passes, **position)
         update = ev.TrainingUpdate(
@@ -259,7 +269,7 @@ def _torch_with_cuda() -> Any:
 
 
 def _learning_rate(optimizer: Any) -> float | None:
-    """Return the learning rate of an optimizer's first group, if reading it costs nothing."""
+    """Return the learning rate of an optimizer's first group; None on a GPU or without one."""
     lr: Any = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
     if type(lr) is float:  # nearly all are
         return lr

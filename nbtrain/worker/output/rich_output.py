@@ -69,7 +69,11 @@ class RichOutput:
         replace(shell.display_pub, "clear_output", self._clear)
 
     def run(self, task: Task) -> Any:
-        """Run a task; the value of a live cell's last expression is returned if it is light."""
+        """Run a task and return its value, with the rest of its displays sent.
+
+        Of a live cell, the value of the last expression is displayed, and returned only if it is
+        light.
+        """
         try:
             value = self._call(task)
             if self._shows_values and isinstance(task, Cell) and value is not None:
@@ -120,7 +124,11 @@ class RichOutput:
         update: bool = False,
         **_kwargs: Any,
     ) -> None:
-        """Send a display, with the forms that a notebook shows, and print its text to the log."""
+        """Send a display in the forms that a notebook shows, and print its text to the log.
+
+        Plain text alone is only printed, except in live ranks. Of a form over `MAX_DISPLAY_BYTES`,
+        the text and the size are sent.
+        """
         if not isinstance(data, dict) or (reporter := api.active) is None:
             return
         name = str((transient or {}).get("display_id") or "")
@@ -150,7 +158,11 @@ class RichOutput:
             print(text)
 
     def _send(self, event: ev.Displayed, room: int) -> None:
-        """Send a display, or keep it as the last one if there were too many or too large ones."""
+        """Write a display as an event, or keep it as the last one after too many or too large ones.
+
+        `room` is in bytes, for all displays of this rank. The first display that is left out is
+        replaced by a note.
+        """
         size = _size(event.data)
         is_new = not event.name or event.name not in self._names
         if self._spent + size > room or (is_new and len(self._names) >= limits.MAX_DISPLAYS):
@@ -168,7 +180,7 @@ class RichOutput:
         self._write(event)
 
     def _send_last(self) -> None:
-        """Send the last display that was left out, and their number."""
+        """Send the last display that was left out, if there is one, and how many others were."""
         last = self._last
         if last is not None:
             text = f"… {plural(self._left_out - 1, 'display')} left out"

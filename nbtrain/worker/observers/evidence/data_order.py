@@ -29,7 +29,11 @@ class DataOrder:
 
     @_harmless
     def see_feeding_pass(self, iterator: Any) -> None:
-        """Take note of a pass that has led to a first step."""
+        """Take note of a pass that led to a step; find a sampler that repeats its order.
+
+        Only a DistributedSampler that shuffles counts, after `SAME_ORDER_PASSES` passes with one
+        epoch.
+        """
         batches = getattr(iterator, "_index_sampler", None)
         sampler = getattr(batches, "sampler", batches)
         cls: Any = getattr(

@@ -56,7 +56,7 @@ class UnsyncedModels(Observer):
         self._known = frozenset(self._variables())
 
     def on_first_step(self, optimizer: Any) -> None:
-        """Name the models that an optimizer trains and that are not copied back."""
+        """Write a note, once, for each model that an optimizer trains and that only ranks have."""
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained -= {key for model in self._returned.values() for key in _parameters(model)}
         lost = []
@@ -115,7 +115,7 @@ class UnsyncedModels(Observer):
 
     @functools.cached_property
     def _saves(self) -> bool:
-        """Whether the task seems to save or to return what it trains."""
+        """Whether the task seems to save what it trains, or ends in a name or a container."""
         task = self._plan.task
         match ast.parse(task.source).body if isinstance(task, Cell) else []:
             case [*_, ast.Expr(value=ast.Name() | ast.Tuple() | ast.List() | ast.Dict())]:

@@ -99,7 +99,10 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _enclosing(frame: FrameType) -> list[Statement] | None:
-    """Return the loops of its function that a frame is in, from the outside in; None: unknown."""
+    """Return the loops of its function that a frame is in, outermost first; None if unknown.
+
+    The function's source is read once, and found by its code.
+    """
     code, line = frame.f_code, frame.f_lineno
     if id(code) not in _statements:
         _statements[id(code)] = code, _read(code)
@@ -110,7 +113,10 @@ def _enclosing(frame: FrameType) -> list[Statement] | None:
 
 
 def _read(code: CodeType) -> tuple[Statement, ...] | None:
-    """Return the loops of a function, or of a cell, in the order of its source."""
+    """Return the loops of a function, or of a cell, in the order of its source.
+
+    None for a comprehension, and where the source cannot be read or parsed; empty for a lambda.
+    """
     is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
     if code.co_name == "<lambda>":
         return ()
@@ -186,7 +192,7 @@ class _Unknown(Exception):
 
 
 def _loop(statement: Statement, frame: FrameType) -> Loop | None:
-    """Return where a loop stands, where that is certain."""
+    """Return where a loop stands; None if it is of another kind, or evaluating it raises."""
     try:
         with _variables(frame) as variables:
             if isinstance(statement, ast.While):
@@ -199,7 +205,7 @@ def _loop(statement: Statement, frame: FrameType) -> Loop | None:
 
 
 def _while(statement: ast.While, variables: Mapping[str, Any]) -> Loop:
-    """Read ``while step < steps``."""
+    """Return where ``while step < steps`` stands. Raises `_Unknown` for another condition."""
     match statement.test:
         case ast.Compare(
             ast.Name() | ast.Attribute() as left, [ast.Lt() | ast.LtE() as sign], [to]
@@ -212,7 +218,10 @@ def _while(statement: ast.While, variables: Mapping[str, Any]) -> Loop:
 
 
 def _for(statement: ast.For | ast.AsyncFor, variables: Mapping[str, Any]) -> Loop:
-    """Return where a ``for`` loop stands, over a range or a list of plain values."""
+    """Return where a ``for`` loop stands, over a range or a list of plain values.
+
+    Raises `_Unknown`, or ValueError if the list does not contain the loop's variable.
+    """
     over, target = _within_bar(statement.iter), statement.target
     match over, target:
         case ast.Call(ast.Name("enumerate"), [inner, *start], keywords), ast.Tuple([index, _]):

@@ -38,7 +38,7 @@ class LibraryPlace:
 
     @property
     def is_over(self) -> bool:
-        """Whether a step that is made now is not a step of the library."""
+        """Whether a step that is made now is not a step of the library: its training has ended."""
         if self.fit_loop is None:
             return self.has_ended
         fit_loop = self.fit_loop()
@@ -111,7 +111,10 @@ class TrainingPlace:
         self._pace = 1.0  # rounds for each step or pass
 
     def look(self, steps: int, passes: int) -> None:
-        """Read the loops around the current step, after `steps` and `passes` have begun."""
+        """Read the loops around the current step, and how many rounds a step or a pass makes.
+
+        Does nothing while a library reports its own place.
+        """
         global _library
         if _library is not None and not _library.is_over:
             return
@@ -132,7 +135,10 @@ class TrainingPlace:
         self._loops, self._at = loops, (rounds, count)
 
     def is_beyond(self, steps: int, passes: int) -> bool:
-        """Return whether more rounds have begun than the loops have: other loops run."""
+        """Return whether more rounds have begun than the loops have, so that other loops run now.
+
+        False if the loops are unknown.
+        """
         if self._loops is None or not self._loops.known:
             return False
         begun, most = self._count_rounds(self._loops, steps, passes)

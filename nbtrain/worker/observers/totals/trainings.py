@@ -21,7 +21,7 @@ class TrainingCount:
         self._trained_before: dict[int, weakref.ref[Any]] = {}  # in the epoch before
 
     def count_step(self, optimizer: Any) -> None:
-        """Take note of what an optimizer trains."""
+        """Take note of the parameters that an optimizer trains, at its first step in an epoch."""
         if id(optimizer) not in self._optimizers:
             self._optimizers.add(id(optimizer))
             parameters = (p for group in optimizer.param_groups for p in group["params"])
