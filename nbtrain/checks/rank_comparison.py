@@ -61,7 +61,9 @@ class WorkComparison:
     def check(self, findings: Iterable[Finding]) -> list[ev.RunNote]:
         """Return a note on a new finding, unless lint has it among the `findings` of the run.
 
-        If the finding makes the result wrong, the run is still marked, by a note without a text.
+        Empty until every rank has sent a sample, without a new sample, and after a finding with a
+        flaw. A second finding has no text; if the finding makes the result wrong, the run is still
+        marked.
         """
         before = self._reported
         is_flawed = before is not None and before.flaw
@@ -80,7 +82,11 @@ class WorkComparison:
 
 
 def compare(samples: list[ev.WorkSample]) -> Finding | None:
-    """Return what is wrong with the work of all ranks, if anything is."""
+    """Return what is wrong with the work of all ranks, if anything is.
+
+    None for fewer than two ranks, for ranks that are excused, and if only some have trained or
+    joined: they may do different things on purpose.
+    """
     if len(samples) < 2 or any(sample.is_excused for sample in samples):
         return None
     trained = [sample.steps > 0 for sample in samples]
@@ -120,7 +126,11 @@ def _judge_separate_ranks(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _judge_process_group(samples: list[ev.WorkSample]) -> Finding | None:
-    """Return what is wrong with the ranks of a process group."""
+    """Return what is wrong with the ranks of a process group, or None.
+
+    In this order: different final weights; the same batches, though the model is wrapped for data
+    parallelism; and ranks that exchange nothing and end equally.
+    """
     if finding := _find_different_weights(samples):
         return finding
     if not _have_same_losses(samples):
@@ -177,7 +187,10 @@ def _find_different_weights(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _judge_ranks_without_steps(samples: list[ev.WorkSample]) -> Finding | None:
-    """Return what is wrong with ranks that took no optimizer step."""
+    """Return what is wrong with ranks that took no optimizer step, as in an evaluation.
+
+    None before all have ended, if one asked for its rank, or if their batches differ.
+    """
     is_over = all(sample.is_last and not sample.asks_rank for sample in samples)
     if not (is_over and _have_same_batches(samples)):
         return None

@@ -41,7 +41,11 @@ class _RunningCell:
     """The index in `lines` of the running statement."""
 
     def record_inits(self) -> list[accelerator_guard.AcceleratorInit]:
-        """Record accelerators that the running statement has initialised, and return them."""
+        """Record accelerators that the running statement has initialised, and return them.
+
+        The place has the line and the text as the user typed them. A cell that was never parsed has
+        only its number.
+        """
         if not self.lines:
             return accelerator_guard.record_inits(self.number)
         line = self.lines[min(self.at, len(self.lines) - 1)]
@@ -105,9 +109,10 @@ class CellWatch:
     def _parse_with_marks(self, parse: Any, source: str, *args: Any, **kwargs: Any) -> ast.Module:
         """Parse as the shell does, and put marks between a cell's statements.
 
-        Only the first tree after `_before_cell` is a cell; later ones are what ``%timeit`` times.
-        With an AST transformer, the documented way, IPython would visit every node of every cell,
-        which takes longer than everything else. Seen in IPython 7.34 to 9.18.
+        Also prints a hint for each ``notebook_launcher(trainer.train())``. Only the first tree
+        after `_before_cell` is a cell; later ones are what ``%timeit`` times. With an AST
+        transformer, the documented way, IPython would visit every node of every cell, which takes
+        longer than everything else. Seen in IPython 7.34 to 9.18.
         """
         tree: ast.Module = parse(source, *args, **kwargs)
         if not (self._expecting and self._stack and tree.body):
@@ -147,7 +152,10 @@ class CellWatch:
             cell.at += 1
 
     def _after_cell(self, result: Any) -> None:
-        """Print what the cell that has ended hides: a refused launch, an initialised GPU."""
+        """Print what the ended cell hides: a refused launch that it caught, an initialised GPU.
+
+        Of a cell that failed, the line is kept in `failures`, and a name of the ranks is explained.
+        """
         self._expecting = False
         if self._stack:
             cell = self._stack.pop()
@@ -163,7 +171,10 @@ class CellWatch:
                 self._warn(cell.record_inits())
 
     def _explain_name(self, error: BaseException | None) -> None:
-        """Explain a `NameError` about a name that a cell defined in its ranks only."""
+        """Explain a `NameError` about a name that a %%distributed cell defined in its ranks only.
+
+        Prints nothing for other errors, and for a name that the notebook has by now.
+        """
         # Not `error.name`, which an exception from a rank does not have.
         found = _UNKNOWN.search(str(error)) if isinstance(error, NameError) else None
         number = self.defined_in_ranks.get(found[1]) if found is not None else None
@@ -189,7 +200,10 @@ class CellWatch:
         return line
 
     def _warn(self, inits: list[accelerator_guard.AcceleratorInit]) -> None:
-        """Print, for each initialised accelerator, which ranks cannot use it and what to do."""
+        """Print, for each accelerator, which ranks cannot use it and what to do.
+
+        Nothing in mode 'off'.
+        """
         for init in inits if self.mode != "off" else ():
             remedy = f"Restart the kernel and use {init.name} only inside the training function"
             on_tpu = init.name in accelerator_guard.OF_ONE_PROCESS
@@ -223,7 +237,11 @@ def _add_marks(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[int]]:
 
 
 def _find_early_training(tree: ast.Module) -> list[tuple[int, str]]:
-    """Return the line and the called function of each ``notebook_launcher(trainer.train(), …)``."""
+    """Return the line and the called function of each ``notebook_launcher(trainer.train())``.
+
+    Found are `notebook_launcher` and `launch`, also as attributes, with a call of a method `train`
+    or `fit` without positional arguments in the first place.
+    """
     found = []
     for node in ast.walk(tree):
         match node:

@@ -96,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the command that was parsed; return the exit code."""
+    """Run the command that was parsed; return the exit code.
+
+    Without a command, print the version or the help. Raises `NbtrainError` and its subclasses.
+    """
     if of_part := part.shell_commands().get(options.command):
         return int(part.load(of_part.run)(options))
     match options.command:

@@ -243,7 +243,11 @@ def _import_torch() -> tuple[Any, str]:
 
 
 def frontend(shell: Any, env: Mapping[str, str]) -> str:
-    """Return the name of the frontend, if it can be recognised: Colab, VS Code, …"""
+    """Return the name of the frontend, by the shell's class and the names of variables in `env`.
+
+    Without a shell it is "no notebook (a plain Python process)", and unknown ones are "Jupyter
+    kernel".
+    """
     if shell is None:
         return "no notebook (a plain Python process)"
     signs = " ".join([str(shell), *env])

@@ -67,7 +67,11 @@ class IdleImports:
             self._timer = None
 
     def _import_next(self) -> None:
-        """Import one module and schedule the next one, if the kernel is idle."""
+        """Import one module and schedule the next one, if the kernel is idle and torch is imported.
+
+        If not, the next cell begins again. After the last module, garbage is collected once. An
+        import that hangs ends the series.
+        """
         if self._running_count or "torch" not in sys.modules or not _is_idle():
             return
         from ..lifecycle import imports_ahead

@@ -50,14 +50,19 @@ class InlineEngine(Engine):
         return super().with_ranks(plan, 1)
 
     def start(self, job: Job) -> Ranks:
-        """Run the task in this process."""
+        """Run the task in this process; return when it has ended. Raises `LaunchError`."""
         listener = rendezvous.bind(job.plan.port)
         job = replace(job, port=listener.getsockname()[1])
         with contextlib.closing(rendezvous.StoreProcess(listener)):
             return self._run(job)
 
     def _run(self, job: Job) -> Ranks:
-        """Run the task in this process as its only rank, and set back what that changes."""
+        """Run the task in this process as its only rank, and set back what that changes.
+
+        An exception of the task becomes the `error` of the ranks. Set back are the environment,
+        patches, the reporter, the process group and, if there was none before, the Accelerator's
+        state.
+        """
         writer = EventWriter(job.folder.events(0))
         job.folder.log(0).touch(mode=0o600)
         before, had_accelerator = dict(os.environ), _has_accelerator()

@@ -36,7 +36,8 @@ _RAISE_PROCESS_LIMIT = "Raise the limit of processes (ulimit -u), or free memory
 def bind(port: int | None, host: str = "127.0.0.1") -> socket.socket:
     """Return a listening socket, on the loopback interface by default.
 
-    Raises `LaunchError` if the port is in use.
+    Port None or 0 means a free one. Raises `LaunchError` if the port is in use or not allowed, or
+    if no socket can be opened.
     """
     try:
         listener = socket.create_server((host, port or 0), backlog=2048)
@@ -98,7 +99,10 @@ class StoreProcess:
                 os.close(writer)
 
     def trouble(self) -> str:
-        """Return why the process has ended, or "" if it still serves. Never blocks."""
+        """Return why the process has ended, or "" if it still serves. Never blocks.
+
+        Without a process of its own (this process serves the store) it is always "".
+        """
         if self.pid is None or not self._has_ended():
             return ""
         with open(os.dup(self._trouble), "rb") as file:
@@ -132,7 +136,10 @@ def _run_forked_store(listener: socket.socket, parent: int, trouble: int) -> int
 
 
 def run_store(listener: socket.socket, trouble: int) -> int:
-    """Serve the store until this process is killed. An error is written to `trouble`."""
+    """Serve the store until this process is killed; return 1 if that fails.
+
+    An error, also one of torch, is written to the descriptor `trouble`, 500 bytes of it.
+    """
     try:
         _limit_memory()
         store = serve(listener)

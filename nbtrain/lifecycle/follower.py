@@ -66,7 +66,11 @@ class Follower:
         return not self.state.is_over or any(rank.pid is not None for rank in self.state.ranks)
 
     def show(self, update: Show, finish: Show) -> None:
-        """Call `update` after each read, in the follower's thread, and `finish` at the end."""
+        """Call `update` after each read, in the follower's thread, and `finish` at the end.
+
+        If the run has ended, `finish` is called now, in the caller's thread. Of more than
+        `MAX_LIVE_BOARDS` boards, the oldest is finished.
+        """
         with self._ending:
             if not self._has_ended:
                 self._boards.append((update, finish))
@@ -113,7 +117,10 @@ class Follower:
         self.state = fold(self.state, [*before, *ready, *after, *closing])
 
     def _is_watched(self) -> bool:
-        """Whether the process that watches the run is running. Reaps it if it was a child."""
+        """Whether the process that watches the run is running. Reaps it if it was a child.
+
+        A run's folder that is missing may just be being replaced: it is waited for, 5 s at most.
+        """
         if self._supervisor is not None:
             with contextlib.suppress(ChildProcessError):
                 if os.waitpid(self._supervisor, os.WNOHANG)[0] == 0:
@@ -128,7 +135,11 @@ class Follower:
         return is_watched(self._folder)
 
     def _end(self) -> None:
-        """Read the final state, or mark the run as lost, and complete the boards."""
+        """Read the final state and complete the boards.
+
+        If the folder cannot be read, the last state is kept, and a run that was not over is marked
+        as lost.
+        """
         try:
             self.state = read_state(self._folder)
         except Exception as error:  # the folder was deleted; keep the last state
@@ -152,7 +163,10 @@ _followers: weakref.WeakValueDictionary[Path, Follower] = weakref.WeakValueDicti
 
 
 def shared_follower(folder: RunFolder) -> Follower:
-    """Return the running follower of a run, or start one."""
+    """Return the follower of a run that this process has already started, or start one.
+
+    A follower that has reached the end is replaced. Raises what `Follower` and its `start` raise.
+    """
     follower = _followers.get(folder.path)
     if follower is None or follower.over.is_set():
         follower = _followers[folder.path] = Follower(folder)

@@ -391,7 +391,8 @@ def execute(
 ) -> Run:
     """Start the ranks, watch them until they end, and load their results; return the run.
 
-    Raises nothing: ``run.exception`` has the error.
+    The run becomes the last run before the ranks start. Raises nothing: ``run.exception`` has the
+    error.
     """
     run = Run(job.folder, supervisor.state, watcher=supervisor, receiver=ResultReceiver(job.plan))
     set_last_run(run)
@@ -428,9 +429,10 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
 
 
 def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
-    """Return a finding if another run of this kernel has not ended.
+    """Return a finding if another run of this kernel has not ended: they share the host.
 
-    Raises `PreflightError` if both would use the same GPUs or TPU.
+    Raises `PreflightError` if both would use the TPU, or the GPUs without a selection by `--env
+    CUDA_VISIBLE_DEVICES`.
     """
     others = background_runs()
     if not others:
@@ -454,9 +456,10 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
 def _start_in_background(
     plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
 ) -> Run:
-    """Start a background run; return it when its ranks have started.
+    """Start a background run, and draw it; return it when its ranks have started.
 
-    Raises `LaunchError` if they cannot start.
+    Raises `LaunchError` if they cannot start, or if no thread can follow the run, which is stopped
+    then. An interrupt stops the run, too.
     """
     job, state = make_job(plan, device, engine, findings)
     prune_old_runs(job.folder, lambda: False)

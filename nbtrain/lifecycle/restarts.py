@@ -49,8 +49,9 @@ def run_attempts(
 ) -> BaseException | None:
     """Start the ranks and watch them, attempt after attempt, until the run has ended.
 
-    Returns an exception of this process, such as a `LaunchError`. Those of the ranks are in the
-    run's folder.
+    Returns an exception of this process, such as a `LaunchError`, and does not raise it. The
+    exceptions of the ranks are in the run's folder. Between two attempts the files of the old one
+    are archived. The temporary folder of the run is deleted in any case.
     """
     supervisor.interrupts = interrupts
     supervisor.companions += companions(job, engine, supervisor.request_stop)
@@ -187,7 +188,10 @@ def restart_delay_s(number: int) -> float:
 
 
 def can_restart(state: RunState) -> bool:
-    """Whether an attempt is left, and could succeed."""
+    """Whether an attempt is left, and could succeed.
+
+    If no rank has made a step and all causes are mistakes in the code (`_MISTAKES`), it could not.
+    """
     if state.attempt >= state.attempts:
         return False
     has_trained = any(map(_has_made_step, state.ranks))
@@ -195,7 +199,10 @@ def can_restart(state: RunState) -> bool:
 
 
 def describe_failure(state: RunState) -> str:
-    """Return why an attempt failed: the first failure that another did not cause."""
+    """Return why an attempt failed, by the earliest rank that another did not cause to fail.
+
+    Without one, it is "no rank reported why".
+    """
     failed = find_causes(state)
     if not failed:
         return "no rank reported why"

@@ -117,8 +117,8 @@ class StopController:
     ) -> tuple[str, list[StopSignal]]:
         """Return why a stop begins now ('' if none begins), and the signals to send.
 
-        `pressed`: an interrupt came since the last decision. `asked`: who requested a stop by a
-        file in the run's folder, or ''.
+        An interrupt during a stop kills the ranks at once. `pressed`: an interrupt came since the
+        last decision. `asked`: who requested a stop by a file in the run's folder, or ''.
         """
         begins, signals = "", list[StopSignal]()
         if self.cause is None:
@@ -132,7 +132,11 @@ class StopController:
         return begins, signals
 
     def check(self, now: float, state: RunState, *, pressed: bool, asked: str) -> str:
-        """Begin a stop if there is a cause; return its reason, or ''."""
+        """Begin a stop if there is a cause; return its reason, or ''.
+
+        A failure comes before an interrupt or a request, these before a hang, and that before the
+        timeout.
+        """
         failed = any(r.status in ("failing", "failed") for r in state.ranks)
         if failed and self._failures_end:
             return self._begin("failed", now, state)
@@ -171,7 +175,9 @@ class StopController:
     ) -> str:
         """Return whether a rank that ended without a result counts as 'stopped' or 'failed'.
 
-        `has_reported`: its exception is in the run's folder.
+        'stopped' needs a stop before: the rank ended by nbtrain's signal, or, after a request or a
+        timeout, by a `KeyboardInterrupt` or by the loss of its peers. `has_reported`: its exception
+        is in the run's folder.
         """
         failed = state.ranks[rank]
         if has_reported:
@@ -206,7 +212,11 @@ class StopController:
         return "a rank failed; the others are being stopped"
 
     def _due_signals(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
-        """Return the signals that are due now, without ranks that report a failure."""
+        """Return the signals that are due now, and remove their steps.
+
+        After a failure, ranks that are just reporting their own are left out for up to 2 s. Ranks
+        that have outlived all steps are killed again at each call.
+        """
         since, signals = now - self._stop_began, list[StopSignal]()
         if since < limits.FAILURE_REPORT_TIMEOUT_S and self._has_only_echoes(state):
             self._delay = since

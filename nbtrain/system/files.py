@@ -80,7 +80,11 @@ class Tail:
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
-        """Return new complete lines; with `flush`, an incomplete last one as well."""
+        """Return new complete lines without "\n"; with `flush`, an incomplete last one as well.
+
+        Empty if nothing was appended, or if the file does not exist. Raises `OSError` for any other
+        error, also for a path that is not a regular file.
+        """
         try:
             data = self._read_new()  # may reset `_rest`
         except FileNotFoundError:  # not created yet, or deleted
@@ -93,7 +97,11 @@ class Tail:
         return lines
 
     def _read_new(self) -> bytes:
-        """Return the bytes appended since the last call, `limit` at most. Raises `OSError`."""
+        """Return the bytes appended since the last call, `limit` at most. Raises `OSError`.
+
+        With `skip`, the oldest bytes are skipped, and `passed` counts their lines. A file that has
+        become shorter is read from its start.
+        """
         self._size = 0
         status = self._path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -150,7 +158,10 @@ def last_bytes(path: Path, size: int = 1 << 16) -> bytes:
 
 
 def reserve_beyond_end(descriptor: int, size: int) -> None:
-    """Reserve `size` bytes of the file system after the end of a file. Raises `OSError`."""
+    """Reserve `size` bytes of the file system after the end of a file, whose size stays.
+
+    Raises `OSError`, also where the system has no `fallocate`.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate"):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -162,9 +173,9 @@ def reserve_beyond_end(descriptor: int, size: int) -> None:
 def write_atomically(
     path: Path, data: bytes | memoryview, *, modified: float | None = None
 ) -> None:
-    """Write a file so that readers see all of it or nothing; `modified` sets its time.
+    """Write a file of this user alone (0600) so that readers see all of it or nothing.
 
-    Raises `OSError` and leaves no file then.
+    `modified` sets its time. Raises `OSError` and leaves no file then; an older one stays.
     """
     # The name is unique, because two processes may write at the same time.
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
@@ -224,8 +235,9 @@ def read_own(path: Path, max_bytes: int) -> bytes:
 def untrusted_reason(file: int | Path, *, is_folder: bool = False) -> str:
     """Return why another user may have written a file or folder; "" if that is impossible.
 
-    Who can write to a folder can replace its files, except in a sticky folder such as /tmp. Links
-    are not followed. Raises `OSError`.
+    Only this user and root are trusted. Who can write to a folder can replace its files, except in
+    a sticky folder such as /tmp; a group without other members does not count. Links are not
+    followed. "" on Windows. Raises `OSError`.
     """
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
@@ -278,7 +290,10 @@ class ReservedFile:
             return False
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a file atomically, on a full disk into the reserved space. Raises `OSError`."""
+        """Write a file atomically, on a full disk into the reserved space, which is used up then.
+
+        Raises the `OSError` of the first try if the data does not fit there either.
+        """
         try:
             write_atomically(path, data)
         except OSError as error:
@@ -290,7 +305,7 @@ class ReservedFile:
                 raise error from None
 
     def _write_reserved(self, path: Path, data: bytes) -> bool:
-        """Write data into the reserved space; return whether it fits."""
+        """Write data into the reserved space, and link it to `path`; return whether it fits."""
         descriptor = self._descriptor
         if os.fstat(descriptor).st_nlink:  # the user closed it, and another file has its descriptor
             return False

@@ -56,7 +56,7 @@ def check_initialized_accelerators(facts: Facts) -> Iterator[Finding]:
     """Refuse to fork ranks from a kernel that has initialised their accelerator.
 
     CUDA and XLA do not survive a fork. A TPU belongs to one process at a time, so fresh ranks
-    cannot use it either.
+    cannot use it either. CPU ranks, and fresh ranks on GPUs, are not refused.
     """
     on_tpu = facts.device in tpu.ENGINES.values()
     if facts.device == "cpu" or not (facts.forks_kernel or on_tpu):
@@ -137,7 +137,10 @@ def check_shared_handles(facts: Facts) -> Iterator[Finding]:
 
 
 def check_process_group(facts: Facts) -> Iterator[Finding]:
-    """Refuse ranks that inherit the notebook's process group: a process has one default group."""
+    """Refuse ranks that inherit the notebook's process group: a process has one default group.
+
+    Fresh processes (spawn, Ray) do not inherit it.
+    """
     if facts.in_process_group and (facts.forks_kernel or facts.runs_in_kernel):
         yield Finding(
             "process-group",
@@ -167,7 +170,11 @@ def check_inline_timeout(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpu_count(facts: Facts) -> Iterator[Finding]:
-    """Refuse more ranks than GPUs, unless they use gloo: NCCL takes one rank on each GPU."""
+    """Refuse more ranks than GPUs: NCCL takes one rank on each GPU.
+
+    If the source of the function mentions gloo, it only warns, because gloo's ranks can share a
+    GPU.
+    """
     ranks, gpus = facts.ranks, facts.gpu_count
     if facts.on_cpu or facts.runs_in_kernel or not 0 < gpus < ranks:
         return
@@ -190,7 +197,11 @@ _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 
 
 def check_gpu_memory(facts: Facts) -> Iterator[Finding]:
-    """Warn about GPU memory that other processes, or this kernel, have allocated."""
+    """Warn about GPU memory that other processes, or this kernel, have allocated.
+
+    It looks at the first GPUs, one per rank, and at a GPU of which a share of at least
+    `MIN_REPORTED_GPU_SHARE` is in use.
+    """
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
         held = [h for h in gpu.holders if h.pid != facts.kernel_pid]
         own = sum(h.mib or 0 for h in gpu.holders if h.pid == facts.kernel_pid)
@@ -208,7 +219,11 @@ def check_gpu_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _holders(held: list[Holder], own: int, facts: Facts) -> str:
-    """Name the largest three processes that hold a GPU's memory, and what this kernel holds."""
+    """Name the largest three processes that hold a GPU's memory, and what this kernel holds.
+
+    Further ones are counted. Without any, the holders are "not visible from here", as in a
+    container.
+    """
     by_size = sorted(held, key=lambda h: -(h.mib or 0))
     texts = [
         facts.holder_names.get(h.pid, f"pid {h.pid}")
@@ -221,7 +236,11 @@ def _holders(held: list[Holder], own: int, facts: Facts) -> str:
 
 
 def check_compute_mode(facts: Facts) -> Iterator[Finding]:
-    """Refuse or warn where a GPU's compute mode allows one process at a time, or none."""
+    """Refuse a GPU whose compute mode allows no process.
+
+    Where it allows one process at a time, warn if a process already uses the GPU, or if ranks would
+    share it.
+    """
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
         remedy = f"Run `nvidia-smi -i {gpu.index} -c DEFAULT` as root, or leave this GPU out."
         if gpu.mode == ComputeMode.PROHIBITED:
@@ -244,7 +263,11 @@ def check_compute_mode(facts: Facts) -> Iterator[Finding]:
 
 
 def check_unused_accelerators(facts: Facts) -> Iterator[Finding]:
-    """Warn about an accelerator that the ranks will not use."""
+    """Warn about an accelerator that the ranks will not use: they will train on the CPU.
+
+    Either torch was built for the CPU only, or nbtrain does not support the accelerator. No warning
+    if the user chose the CPU (ACCELERATE_USE_CPU) or the inline engine.
+    """
     build = facts.build
     if facts.device != "cpu" or "ACCELERATE_USE_CPU" in facts.env or facts.runs_in_kernel:
         return
@@ -267,7 +290,11 @@ def check_unused_accelerators(facts: Facts) -> Iterator[Finding]:
 
 
 def check_unused_tpu(facts: Facts) -> Iterator[Finding]:
-    """Warn about a TPU that the ranks will not use."""
+    """Warn about a TPU that the ranks will not use: they will train on the CPU.
+
+    The finding says which: a missing package, the variable PJRT_DEVICE, or the chosen engine. No
+    warning if the user chose the CPU (ACCELERATE_USE_CPU) or the inline engine.
+    """
     if (
         facts.tpu is None
         or not facts.on_cpu
@@ -293,7 +320,10 @@ def check_unused_tpu(facts: Facts) -> Iterator[Finding]:
 
 
 def check_tpu_holders(facts: Facts) -> Iterator[Finding]:
-    """Refuse a TPU that another process holds, such as one that outlived its launcher."""
+    """Refuse a TPU that another process holds, such as one that outlived its launcher.
+
+    If the chips of this run are free, and others are held, it only warns.
+    """
     if not facts.tpu_holders:
         return
     wanted = tpu.chips_of(facts.ranks, facts.plan.env) if facts.device == "xla" else None
@@ -338,7 +368,10 @@ def check_port(facts: Facts) -> Iterator[Finding]:
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """Warn if training on CPU ranks needs more memory than there is."""
+    """Warn if training on CPU ranks needs more memory than is available.
+
+    It counts twice the weights of the models among the arguments per rank (weights and gradients).
+    """
     if facts.memory is None or facts.runs_in_kernel or not facts.on_cpu:
         return
     available, weights = facts.memory.available, facts.weight_bytes
@@ -359,7 +392,8 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     """Warn if /dev/shm is too small for the batches of DataLoader workers.
 
-    A container has 64 MiB by default.
+    It counts `SHM_BYTES_PER_LOADER_WORKER` for each worker of each rank. A container has 64 MiB by
+    default.
     """
     space, per_worker = facts.shared_memory, limits.SHM_BYTES_PER_LOADER_WORKER
     needed = facts.ranks * facts.workers_per_rank * per_worker
@@ -377,7 +411,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_open_files(facts: Facts) -> Iterator[Finding]:
-    """Refuse a launch that would exceed the limit on open files."""
+    """Refuse a launch that would exceed the limit on open files. The inline engine opens none."""
     quota = facts.open_files
     needed = limits.LAUNCH_FILES_COUNT + limits.RANK_FILES_COUNT * facts.ranks
     if quota is None or facts.runs_in_kernel or quota.holds(needed):
@@ -393,7 +427,10 @@ def check_open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def check_process_limits(facts: Facts) -> Iterator[Finding]:
-    """Refuse a launch that would exceed a limit on processes, which counts threads, too."""
+    """Refuse a launch that would exceed a limit on processes, which counts threads, too.
+
+    The limits are the user's (ulimit -u) and the cgroup's (pids.max). Not for the inline engine.
+    """
     needed = facts.ranks * (1 + facts.threads_per_rank)
     for quota in () if facts.runs_in_kernel else facts.quotas:
         if not quota.holds(needed):

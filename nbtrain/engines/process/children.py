@@ -65,7 +65,11 @@ class ChildRanks(Ranks):
         return frozenset(self._watched)
 
     def wait(self, timeout: float) -> list[Exit]:
-        """Return the ranks that ended; see `Ranks.wait`."""
+        """Wait `timeout` seconds at most until ranks end; return the ends, or an empty list.
+
+        If the store's process has ended, all ranks are killed: otherwise they would wait for it for
+        half an hour. Their `Exit.cause` says so.
+        """
         if self._is_new:  # once for all ranks: a write takes 1 ms, and delays their start
             self._write_ledger()
         poller = select.poll()
@@ -86,7 +90,10 @@ class ChildRanks(Ranks):
         return exits
 
     def _reap(self, rank: int) -> Exit | None:
-        """Reap a rank and end what it started; return its end, or nothing if it still runs."""
+        """Reap a rank and kill what it started; return its end, or None if it still runs.
+
+        The code is None if something else in this process has reaped the rank.
+        """
         pid = self._pids[rank]
         code: int | None = None
         # It may be reaped elsewhere, by os.wait, or SIGCHLD may be ignored.
@@ -119,7 +126,10 @@ class ChildRanks(Ranks):
                 os.kill(pid, SIGNALS[action])
 
     def close(self) -> None:
-        """Kill and reap the ranks that are left, and close the store."""
+        """Kill and reap the ranks that are left, and close the store.
+
+        Ranks that SIGKILL does not end within `CLOSE_TIMEOUT_S` are given up. May be repeated.
+        """
         self.signal(self.alive, "kill")
         deadline = time.monotonic() + limits.CLOSE_TIMEOUT_S
         while self._watched and time.monotonic() < deadline:

@@ -97,7 +97,7 @@ class ForkServer:
         return self._process.pid
 
     def is_importing(self) -> bool:
-        """Whether it is still importing; False after its end, too."""
+        """Whether it is still importing; False after an error, too. Never blocks."""
         with contextlib.suppress(ServerError):
             while self._importing:
                 has_reply = b"\n" in self._replies
@@ -114,10 +114,11 @@ class ForkServer:
     def fork(
         self, orders: Sequence[Mapping[str, Any]], files: Sequence[int]
     ) -> Iterator[list[int]]:
-        """Fork a rank for each order; yield their pids. The ranks start after the body.
+        """Fork a rank for each order; yield their pids in that order. They start after the body.
 
-        They get copies of the descriptors in `files`. If forking fails (`ServerError`), or the body
-        raises, no rank is left.
+        They get copies of the descriptors in `files`. Waits for imports that are not complete. If
+        forking fails (`ServerError`), or the body raises, the ranks are killed and the server is
+        closed.
         """
         if self._trouble:
             raise ServerError(self._trouble)
@@ -176,7 +177,11 @@ class ForkServer:
         return reply
 
     def _handle_reply(self, reply: Mapping[str, Any]) -> None:
-        """Note what was imported. Raises `ServerError` if the ranks would differ."""
+        """Note what was imported; ignore replies about anything else.
+
+        Raises `ServerError` if the server cannot fork, or if it has imported a module from another
+        file than this process: the ranks would differ.
+        """
         if "unfit" in reply:
             self._importing, self._trouble = False, reply["unfit"]
             raise ServerError(self._trouble)
@@ -210,7 +215,8 @@ def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer 
     """Return a server that has imported modules or is importing them; None if it cannot be started.
 
     `environment` is that of a fresh interpreter, without what differs by rank and launch. A server
-    that exists is used again if it would import the same.
+    that exists is used again if it would import the same, else it is ended. None outside Linux,
+    after `MAX_SERVER_FAILURES` failures, and without free processes or descriptors.
     """
     global _current, _has_registered
     if sys.platform != "linux" or _failures >= limits.MAX_SERVER_FAILURES:
@@ -233,7 +239,7 @@ def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer 
 
 
 def end(reason: str = "") -> None:
-    """End this process's server, if it has one. With a `reason`, count it as a failure."""
+    """End this process's server, if it has one. With a `reason`, count that as a failure of it."""
     global _current, _failures
     if reason:
         _failures += 1
