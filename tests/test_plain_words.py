@@ -30,7 +30,7 @@ CEILINGS = {
     "engines": Ceiling(1_650, 5.2, 0.0, 13),
     "hangs": Ceiling(1_730, 4.7, 1.4, 23),
     "lifecycle": Ceiling(2_020, 5.9, 1.2, 25),
-    "parts": Ceiling(7_160, 3.2, 0.9, 65),
+    "parts": Ceiling(7_060, 3.0, 0.8, 31),
     "planning": Ceiling(1_980, 4.9, 0.0, 3),
     "system": Ceiling(1_430, 5.6, 0.6, 10),
     "tracking": Ceiling(2_710, 3.2, 0.9, 50),
