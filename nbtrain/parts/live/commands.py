@@ -55,15 +55,18 @@ def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
     if name == "status":
         return status(ranks)
     if name == "debug":
-        ranks.debug(_rank_of(text))
+        rest, rank = _split_rank(text)
+        if rest.strip():
+            raise PlanError("%nbtrain debug takes only a rank: %nbtrain debug --rank 1")
+        ranks.debug(rank)
         return ""
     if name == "vars":
         return variables(ranks.describe())
-    names, options = _names(name, text)
     if name == "push":
-        ranks.push(*names)
+        ranks.push(*_names(name, text))
         return ""
-    ranks.pull(*names, rank=int(options.get("--rank", 0)))
+    rest, rank = _split_rank(text)
+    ranks.pull(*_names(name, rest), rank=rank or 0)
     return ""
 
 
@@ -101,27 +104,20 @@ def _start_options() -> list[Any]:
     return [option for option in OPTIONS if option.field in START]
 
 
-def _names(name: str, text: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names and the options of ``push`` or ``pull``. Raises `PlanError`."""
-    words, options = split_line(text.replace(",", " ")), dict[str, str]()
-    if name == "pull" and "--rank" in words:
-        index = words.index("--rank")
-        if not re.fullmatch(_NUMBER, "".join(words[index + 1 : index + 2])):
-            raise PlanError("%nbtrain pull: --rank needs a number: %nbtrain pull loss --rank 1")
-        options["--rank"] = words[index + 1]
-        del words[index : index + 2]
-    wrong = [word for word in words if not word.isidentifier()]
-    if wrong or not words:
+def _names(name: str, text: str) -> list[str]:
+    """Return the names that ``push`` or ``pull`` was given. Raises `PlanError`."""
+    words = split_line(text.replace(",", " "))
+    if not words or not all(word.isidentifier() for word in words):
         raise PlanError(f"%nbtrain {name} needs names of variables: %nbtrain {name} model, lr")
-    return words, options
+    return words
 
 
-def _rank_of(text: str) -> int | None:
-    """Read ``--rank 1``, or nothing. Raises `PlanError`."""
-    match = re.fullmatch(rf"(?:(?:--rank|-r)?[ =]*({_NUMBER}))?", text.strip())
+def _split_rank(text: str) -> tuple[str, int | None]:
+    """Split ``--rank 1`` off the text of a command."""
+    match = re.search(rf"(?:--rank|-r)[ =]+({_NUMBER})(?!\S)", text)
     if match is None:
-        raise PlanError("%nbtrain debug takes only a rank: %nbtrain debug --rank 1")
-    return None if match[1] is None else int(match[1])
+        return text, None
+    return text[: match.start()] + text[match.end() :], int(match[1])
 
 
 def check_options(options: Namespace) -> None:

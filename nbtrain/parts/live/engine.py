@@ -19,11 +19,9 @@ from ...tracking.state import IDLE
 from ...transport import payload
 from ...transport.job import Job
 from ...transport.weights.models import Part
+from .limits import EXIT_BATCH_WINDOW_S
 
 Message = dict[str, Any]
-
-EXIT_BATCH_WINDOW_S = 0.003
-"""After a rank has finished, the others are waited for so long, to report their ends together."""
 
 
 class Members(Protocol):

@@ -27,6 +27,12 @@ from ...engines import Exit
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...findings import Finding
 from ...lifecycle import launcher
+from ...lifecycle.limits import (
+    FAILURE_REPORT_TIMEOUT_S,
+    MAX_RESULT_IN_MEMORY_BYTES,
+    UNKILLABLE_AFTER_S,
+    UNRESPONSIVE_AFTER_S,
+)
 from ...lifecycle.restarts import socket_folder
 from ...lifecycle.run import PreserveLastRun, Run, last_run
 from ...lifecycle.supervisor import Interrupts
@@ -40,32 +46,14 @@ from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, Listener
 from ...transport.weights.models import Part
 from ...ui.displays import prompt
+from . import limits
 from .engine import LiveEngine, Message
 from .reloaded_modules import ReloadedModules
 from .server import serve
-from .snapshot import Snapshot
-from .variables import Variables, notebook
+from .variables import Snapshot, Variables, notebook
 
 _NAME = "live ranks"
 """What the run of live ranks is called."""
-
-START_TIMEOUT_S = 120.0
-"""For ranks to start. On a cluster or a loaded host, imports take long."""
-
-REPLY_TIMEOUT_S = 30.0
-"""For idle ranks to reply."""
-
-INTERRUPT_GRACE_S = 2.0
-"""For ranks that do not reply to react to an interrupt."""
-
-TASK_GRACE_S = 5.0
-"""For a background task to end before the ranks are ended."""
-
-LOCAL_EXIT_TIMEOUT_S, REMOTE_EXIT_TIMEOUT_S = 2.0, 15.0
-"""Seconds until the end of a rank is known, on this host and on a node of a cluster."""
-
-MAX_VALUE_BYTES = 1 << 20
-"""Bytes of a value that ``ranks["x"]`` brings; of a larger one, a description."""
 
 _TPU_CUT_OFF = (
     "A rank was stopped while it waited. If it waited for another rank on the TPU, collectives "
@@ -147,7 +135,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
     global _live, _live_pid
     channels: dict[int, Channel] = {}
     names: dict[int, set[str]] = {}
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + limits.START_TIMEOUT_S
     try:
         # A rank may connect before its pid is known here, which its first task needs.
         while len(channels) < run.state.world_size or any(r.pid is None for r in run.state.ranks):
@@ -158,7 +146,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
                 ranks = run.state.ranks
                 missing = [r.rank for r in ranks if r.rank not in channels or r.pid is None]
                 raise LaunchError(
-                    f"{format_ranks(missing)} did not begin within {START_TIMEOUT_S:g} s"
+                    f"{format_ranks(missing)} did not begin within {limits.START_TIMEOUT_S:g} s"
                 )
             channel = listener.accept(0.1)
             if channel is not None:
@@ -176,7 +164,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
 
 
 def _hello(channel: Channel, secret: str) -> Message | None:
-    """Return the first message of a rank, or close the connection and return None."""
+    """Return the first message of a rank, or close the connection."""
     # Any data of another process, such as deeply nested JSON, ends only this connection.
     with contextlib.suppress(Exception):
         message, _ = channel.receive()
@@ -218,7 +206,7 @@ def _exclusive_use(
     return used
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
@@ -229,13 +217,10 @@ def _drop_data(message: Message) -> None:
         os.close(data)
 
 
-def _cause(run: Run | None) -> int:
-    """Return the rank whose failure ended a run."""
-    if run is None:
-        return 0
-    failed = [rank for rank in run.state.ranks if rank.status == "failed"]
-    first = min(failed, key=lambda r: (r.has_lost_peers, r.ended), default=None)
-    return 0 if first is None else first.rank
+def _failed_rank(run: Run | None) -> int:
+    """Return the rank whose failure ended a run; 0 if it is unknown."""
+    failure = None if run is None else run.failure
+    return 0 if failure is None else max(failure.rank, 0)
 
 
 class LiveRanks:
@@ -408,19 +393,18 @@ class LiveRanks:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             file.seek(0)
             if message["grows"]:
-                with open(path, "ab", opener=_private) as target:
+                with open(path, "ab", opener=_open_private) as target:
                     shutil.copyfileobj(file, target)
             else:
                 partial = path.with_name(f"{path.name}.partial")
-                with open(partial, "wb", opener=_private) as target:
-                    shutil.copyfileobj(file, target, 1 << 20)
+                with open(partial, "wb", opener=_open_private) as target:
+                    shutil.copyfileobj(file, target)
                 partial.replace(path)
 
     def end_of(self, rank: int) -> Exit:
         """Return how the process of a rank ended, which its keeper learns at about this moment."""
-        deadline = time.monotonic() + (
-            REMOTE_EXIT_TIMEOUT_S if self._are_far else LOCAL_EXIT_TIMEOUT_S
-        )
+        patience = UNKILLABLE_AFTER_S if self._are_far else FAILURE_REPORT_TIMEOUT_S
+        deadline = time.monotonic() + patience
         while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
             time.sleep(0.01)
         return Exit(rank, state.returncode, clock.now(), state.cause, code=state.cause_code)
@@ -463,7 +447,7 @@ class LiveRanks:
             run = self._launch_task(plan, targets)
         except BaseException as error:  # including an interrupt: `debug` needs the last exception
             self.error = error
-            self._failed = _cause(last_run())
+            self._failed = _failed_rank(last_run())
             raise
         finally:
             self._recover()
@@ -544,9 +528,8 @@ class LiveRanks:
         """Return what the ranks do in the background; '' for nothing."""
         if self._is_free.is_set() or self.has_ended:
             return ""
-        return (
-            f"`{self._background_run.state.name}`" if self._background_run is not None else "a cell"
-        )
+        run = self._background_run
+        return "a cell" if run is None else f"`{run.state.name}`"
 
     def _is_settling(self) -> bool:
         """Whether a background task has ended, and the ranks are prepared for the next."""
@@ -587,7 +570,10 @@ class LiveRanks:
         if prompt.find() is None:
             raise PlanError("the debugger needs a notebook or a terminal in which you can type")
         if self._background_run is not None and self._background_run is last_run():
-            self.error, self._failed = self._background_run.exception, _cause(self._background_run)
+            self.error, self._failed = (
+                self._background_run.exception,
+                _failed_rank(self._background_run),
+            )
         if self.error is None:
             raise PlanError("no cell has failed on these ranks since the last one that worked")
         self._check_is_whole()
@@ -599,6 +585,7 @@ class LiveRanks:
             launcher.run_plan(plan, engine=LiveEngine(self, [target]))
 
     def _check_rank(self, rank: int) -> None:
+        """Raise `PlanError` for a rank that does not exist."""
         if not 0 <= rank < self.world_size:
             raise PlanError(
                 f"there is no rank {rank}: the live ranks are 0 to {self.world_size - 1}"
@@ -665,7 +652,7 @@ class LiveRanks:
                     with contextlib.suppress(OSError):
                         self.send(rank, {**message, "id": number}, data)
                 heard = interrupts if may_stop else None
-                self._collect(number, waiting, answers, REPLY_TIMEOUT_S, heard)
+                self._collect(number, waiting, answers, limits.REPLY_TIMEOUT_S, heard)
             if heard is not None and heard.count:
                 raise KeyboardInterrupt
             if silent := sorted(waiting - answers.keys()):
@@ -701,6 +688,7 @@ class LiveRanks:
                     answers[rank] = answer
 
     def _interrupt(self, number: int, ranks: Iterable[int]) -> None:
+        """Interrupt the question or task with this number on ranks."""
         for rank in ranks:
             with contextlib.suppress(OSError):
                 self.send(rank, {"do": "interrupt", "id": number})
@@ -709,10 +697,10 @@ class LiveRanks:
         """Raise `NbtrainError` for ranks that do not answer; no cell waits for them either."""
         late: dict[int, Message] = {}
         self._interrupt(number, silent)
-        self._collect(number, silent, late, INTERRUPT_GRACE_S)
+        self._collect(number, silent, late, UNRESPONSIVE_AFTER_S)
         for answer in late.values():
             _drop_data(answer)
-        text = f"{format_ranks(silent)} did not answer within {REPLY_TIMEOUT_S:g} s"
+        text = f"{format_ranks(silent)} did not answer within {limits.REPLY_TIMEOUT_S:g} s"
         if len(late) < len(silent):
             self._trouble = f"{text}, and did not react to an interrupt"
         raise NbtrainError(text)
@@ -720,7 +708,7 @@ class LiveRanks:
     def __getitem__(self, name: str) -> list[Any]:
         """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
         name = variable_name(name)
-        values = self.variables.fetch([name], MAX_VALUE_BYTES, self._channels).values()
+        values = self.variables.fetch([name], MAX_RESULT_IN_MEMORY_BYTES, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:
@@ -794,7 +782,7 @@ class LiveRanks:
         self._is_stopped.set()
         if self._busy_with() and self._background_run is not None:
             self._background_run._watcher.request_stop(how)  # type: ignore[union-attr]
-            self._is_free.wait(TASK_GRACE_S)
+            self._is_free.wait(UNRESPONSIVE_AFTER_S)
         for rank in list(self._channels):
             self._channels.pop(rank).close()
         if not self._run.state.is_over:

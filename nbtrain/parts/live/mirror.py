@@ -10,12 +10,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...lifecycle.limits import POLL_INTERVAL_S
 from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, fill_memory_file
 from ...transport.file_sync import read_appended
-
-READ_INTERVAL_S = 0.05
-"""Between two readings of files that grow."""
 
 
 @contextlib.contextmanager
@@ -27,7 +25,7 @@ def mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterato
 
     def follow() -> None:
         with contextlib.suppress(OSError):  # the notebook is gone
-            while not is_over.wait(READ_INTERVAL_S):
+            while not is_over.wait(POLL_INTERVAL_S):
                 _send_growth(channel, task, folder, have)
 
     copying = threading.Thread(target=follow, name="nbtrain-mirror", daemon=True)

@@ -11,18 +11,19 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from ...planning.task_values import is_class, module_of
 from ...system.source_files import is_library
+
+_AUTORELOAD = "IPython.extensions.autoreload"
 
 
 class _Mark(NamedTuple):
-    """A module at one moment: its loading, the code of its functions, and its file."""
+    """A module at one moment: its loading, and its file."""
 
     spec: Any
-    codes: list[Any]
+    """What the module was loaded by. `importlib.reload` makes a new one."""
     stat: tuple[int, int]
     """When the file that it was loaded from was written, and its size."""
 
@@ -70,35 +71,21 @@ class ReloadedModules:
 
 
 def _mark(module: ModuleType, file: str) -> _Mark:
-    """Return what a module is now.
-
-    `importlib.reload` gives it a new specification. ``%autoreload`` (IPython 9) may change only the
-    code of functions, in place. Functions that it got later, as by an import in a function, are
-    not of its source.
-    """
-    values = list(vars(module).values())
-    # Without calling `__class__` of a proxy.
-    for cls in [value for value in values if is_class(value)]:
-        values += vars(cls).values() if module_of(cls) == module.__name__ else ()
-    functions = [value for value in values if type(value) is FunctionType]
-    own = [f for f in functions if f.__module__ == module.__name__]
+    """Return what a module is now."""
     stat = (0, 0)
     with contextlib.suppress(OSError):  # it was deleted
-        stat = (os.stat(file).st_mtime_ns, os.stat(file).st_size)
-    return _Mark(
-        vars(module).get("__spec__"),
-        [f.__code__ for f in own if "<locals>" not in f.__qualname__],
-        stat,
-    )
+        facts = os.stat(file)
+        stat = (facts.st_mtime_ns, facts.st_size)
+    return _Mark(vars(module).get("__spec__"), stat)
 
 
 def _is_reloaded(mark: _Mark, known: _Mark) -> bool:
-    """Whether a module has new code from a file that has changed.
+    """Whether a module was loaded again from a file that has changed.
 
-    A function that was replaced in memory is no reason to reset the module's variables.
+    ``%autoreload`` (IPython 9) changes a module in place, before the cell. Then a changed file is
+    enough.
     """
-    before = set(map(id, known.codes))
-    is_new = mark.spec is not known.spec or any(id(code) not in before for code in mark.codes)
+    is_new = mark.spec is not known.spec or _AUTORELOAD in sys.modules
     return is_new and mark.stat != known.stat
 
 

@@ -32,11 +32,9 @@ from ...worker.output.rich_output import RichOutput
 from ...worker.task_runner import failing_plan, run_task
 from . import mirror, values
 from .groups import ProcessGroups
+from .limits import INTERRUPT_GRACE_S
 from .model_state import layout, load_state, select_stateful
 from .reloaded_modules import reload_modules
-
-INTERRUPT_GRACE_S = 0.3
-"""For a task to react to an interrupt before its collectives are ended."""
 
 _NO_CHECKPOINTS = (
     "live ranks on a cluster keep no checkpoints: their folders end with the cell. "

@@ -94,7 +94,7 @@ def _about(value: Any) -> dict[str, Any]:
 
 
 def _details(value: Any) -> dict[str, Any]:
-    """Return shape, type, device, bytes and checksums of a value, as far as it has them."""
+    """Return shape, type, device, bytes and checksums of a value, where it has them."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         parts = {"": _checksum(value)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import NbtrainError, PlanError
 from ...planning.task_values import is_model
@@ -14,15 +15,8 @@ from ...transport import payload, result_pickler
 from ...transport.weights.models import Part, find_parts, get_part
 from .engine import Message
 from .model_state import classes, dump_state, layout, load_state, select_stateful, shapes
-from .snapshot import Snapshot
 
-
-class Ask(Protocol):
-    """Sends a message to ranks and returns their answers. Raises `NbtrainError`."""
-
-    def __call__(
-        self, ranks: Iterable[int], message: Message, data: int | None = None
-    ) -> dict[int, Message]: ...
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 def notebook() -> dict[str, Any]:
@@ -30,11 +24,53 @@ def notebook() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
+class Snapshot:
+    """What the ranks got of the notebook, without keeping it alive.
+
+    Plain values are remembered by value, others by identity.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._marks = {name: _mark(value) for name, value in list(namespace.items())}
+
+    def take(self, names: Iterable[str], namespace: Mapping[str, Any]) -> None:
+        """Take a new snapshot of the variables."""
+        self._marks.update({name: _mark(namespace[name]) for name in names if name in namespace})
+
+    def is_same(self, name: str, value: Any) -> bool:
+        """Whether the ranks got this very object under this name."""
+        kind, mark = self._marks.get(name, ("unknown", None))
+        return mark() is value if kind == "weak" else kind == "id" and mark == id(value)
+
+    def differs(self, name: str, value: Any) -> bool:
+        """Whether a variable was assigned something else since; not if the ranks made it."""
+        kind, mark = self._marks.get(name, ("unknown", None))
+        if kind == "plain":
+            is_nan = value != value and mark != mark  # which differs from itself
+            return type(value) is not type(mark) or bool(value != mark and not is_nan)
+        if kind == "weak":
+            return mark() is not value
+        return kind == "id" and mark != id(value)
+
+
+def _mark(value: Any) -> tuple[str, Any]:
+    """Return what a value is recognised by: the value, a weak reference, or its id."""
+    if type(value) in _PLAIN:
+        return "plain", value
+    try:
+        return "weak", weakref.ref(value)
+    except TypeError:
+        return "id", id(value)
+
+
 class Variables:
     """What each rank has, by name, and what of the notebook's it was when the ranks got it."""
 
-    def __init__(self, ask: Ask, names: dict[int, set[str]], snapshot: Snapshot) -> None:
+    def __init__(
+        self, ask: Callable[..., dict[int, Message]], names: dict[int, set[str]], snapshot: Snapshot
+    ) -> None:
         self._ask = ask
+        """Sends a message to ranks and returns their answers: `LiveRanks._ask`."""
         self.names, self.snapshot = names, snapshot
 
     def find_changes(self, values: Mapping[str, Any], has: Collection[str]) -> list[str]:

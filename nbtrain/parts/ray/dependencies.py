@@ -6,8 +6,6 @@ import ast
 import contextlib
 import dis
 import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +13,6 @@ from types import CodeType, FunctionType, ModuleType
 
 from ...planning.plan import Cell, Task
 from ...planning.task_values import code_within, is_pickled_by_value, references
-
-LOCAL_BYTES = 20 << 20
-"""Of source files beside the notebook that travel with a run, at most."""
-
-_SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
 
 
 def find_packages(task: Task) -> list[str]:
@@ -59,6 +52,7 @@ def _modules(task: Task) -> Iterator[str]:
 
 
 def _iterate_imports(code: CodeType) -> Iterator[str]:
+    """Yield the first names of modules that a code object, or one within it, imports."""
     for part in code_within(code):
         for step in dis.get_instructions(part):
             if step.opname == "IMPORT_NAME":
@@ -76,35 +70,21 @@ def beside(task: Task, folder: Path) -> bool:
     return False
 
 
-def copy_sources(folder: Path, target: Path) -> int:
-    """Copy the Python files below `folder`; return their bytes, which stay below `LOCAL_BYTES`."""
-    size = 0
-    for path, facts in _sources(folder):
-        with contextlib.suppress(OSError):  # it was deleted just now
-            if size + facts.st_size <= LOCAL_BYTES:
-                place = target / path.relative_to(folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, place)
-                size += place.stat().st_size
-    return size
+def local_modules(folder: Path) -> list[Path]:
+    """Return the modules and packages in `folder`, as Ray's ``py_modules`` takes them.
+
+    Also a folder of Python files without ``__init__.py``, which Python imports as a package.
+    """
+    found = {*folder.glob("*.py"), *(path.parent for path in folder.glob("*/*.py"))}
+    return sorted(path for path in found if path.stem.isidentifier())
 
 
 def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return what changes when a Python file below `folder` does."""
-    return tuple((str(p), facts.st_mtime_ns, facts.st_size) for p, facts in _sources(folder))
-
-
-def _sources(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the Python files below a folder with their status, without libraries."""
-    for here, folders, files in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not _is_skipped(Path(here, f)))
-        for name in sorted(files):
-            path = Path(here, name)
+    """Return what changes when a Python file of the `local_modules` does."""
+    files = []
+    for module in local_modules(folder):
+        for path in [module] if module.is_file() else sorted(module.rglob("*.py")):
             with contextlib.suppress(OSError):  # an editor's lock is a link to nowhere
-                if path.suffix == ".py":
-                    yield path, path.stat()
-
-
-def _is_skipped(folder: Path) -> bool:
-    hidden = folder.name.startswith(".")
-    return hidden or folder.name in _SKIPPED or (folder / "pyvenv.cfg").exists()
+                facts = path.stat()
+                files.append((str(path), facts.st_mtime_ns, facts.st_size))
+    return tuple(files)

@@ -19,37 +19,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...engines.base import Action, Exit
 from ...errors import LaunchError
+from ...lifecycle.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
 from ...planning.world import Placement
 from ...system.files import write_atomically
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
 from ...transport.file_sync import FileCopies
-from . import reservation
+from . import limits, reservation
 from .node_ranks import NodeOrder, NodeRanks, RankExit
 from .reservation import Node, NodeRequest, PlacedNode, Reservation, has_ended
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate[NodeRanks, P], T]
-
-PAYLOAD_TIMEOUT_S = 600.0
-"""For the ranks' payload to reach every node."""
-
-REQUEST_POLL_S = 0.05
-"""Between two checks for requests in the run folder."""
-
-REPORT_INTERVAL_S = 0.05
-"""Between two reports, because the launcher reads every file of the run at each."""
-
-BATCH_INTERVAL_S, FULL_DISK_RETRY_S = 0.2, 1.0
-"""Seconds between two batches of a node, and before a full disk is tried again."""
-
-DRIVER_KEPT_S = 300.0
-"""The next run can use this process and those on the nodes for so long. By default, Ray's
-autoscaler keeps an unused node for the same time."""
-
-SILENT_NODE_AFTER_S = 5.0
-"""A node without a reply for so long is reported as silent."""
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -101,7 +83,6 @@ class Driver:
         self._payload: Any = None
         self._members: list[Member] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._has_news = False
         self._is_free = False
         """Whether a run has ended here, and no other has sent a request."""
 
@@ -124,8 +105,8 @@ class Driver:
         await self._cancel(pending)
 
     def _receive(self) -> Any:
-        """Return the next request. Raises `EOFError` if there is none for long after a run."""
-        while not self._connection.poll(DRIVER_KEPT_S):
+        """Return the next request. Raises `EOFError` if no run follows the last for a long time."""
+        while not self._connection.poll(limits.DRIVER_KEPT_S):
             if self._is_free:
                 raise EOFError
         return self._connection.recv()
@@ -201,12 +182,7 @@ class Driver:
             await reserved.place(self._request, again=True)
         home = order.job.folder
         self._members = _members(order, reserved.placed, self._request.per_node)
-        begun = self._on_all(lambda m: m.actor.begin.remote(m.order, self._payload))
-        try:
-            ports = await asyncio.wait_for(begun, PAYLOAD_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            reason = f"the ranks' payload did not reach every node within {PAYLOAD_TIMEOUT_S:g} s"
-            raise LaunchError(reason) from None
+        ports = await self._on_all(lambda m: m.actor.begin.remote(m.order, self._payload))
         # Now: the launcher may hand the run over to another process when it has begun.
         manifest = home.manifest.read_bytes()
         is_shared = all(await self._on_all(lambda m: m.call(NodeRanks.has_run_folder, manifest)))
@@ -282,9 +258,9 @@ class Driver:
 
     def _note_silence(self, member: Member) -> None:
         """Report, once, that a node has been silent for a while."""
-        if not member.is_silent and time.monotonic() - member.answered > SILENT_NODE_AFTER_S + 1:
+        if not member.is_silent and time.monotonic() - member.answered > UNRESPONSIVE_AFTER_S + 1:
             member.is_silent = True
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENT_NODE_AFTER_S))
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - UNRESPONSIVE_AFTER_S))
             silence = f"{member.node.name} has not answered since {since}"
             self._report("note", f"{silence}; its ranks may still be running")
 
@@ -294,7 +270,7 @@ class Driver:
         try:
             while member.running:
                 for ended in await self._ask(
-                    member, NodeRanks.exits, seen, SILENT_NODE_AFTER_S - 1
+                    member, NodeRanks.exits, seen, UNRESPONSIVE_AFTER_S - 1
                 ):
                     seen += 1
                     await self._copy_rest(member, ended)
@@ -345,21 +321,9 @@ class Driver:
         """Copy what the ranks of a node write, as they write it."""
         while member.running:
             parts = await self._ask(member, NodeRanks.read, dict(member.copies.have), 1.0)
-            if parts and member.copies.add(parts):
-                self._announce_news()
-                await asyncio.sleep(BATCH_INTERVAL_S)
-            elif parts:  # a full disk: requesting it again at once would keep the driver busy
-                await asyncio.sleep(FULL_DISK_RETRY_S)
-
-    def _announce_news(self) -> None:
-        """Wake the launcher, not too often."""
-        if not self._has_news:
-            self._has_news = True
-            asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._send_news)
-
-    def _send_news(self) -> None:
-        self._has_news = False
-        self._report("news")
+            if parts:
+                member.copies.add(parts)
+                await asyncio.sleep(limits.COPY_INTERVAL_S)
 
     async def _answer_questions(self, home: RunFolder) -> None:
         """Pass on the questions in the run folder, whichever process wrote them."""
@@ -373,7 +337,7 @@ class Driver:
                             if here := member.running.intersection(ranks):
                                 self._follow(self._question(member, question, here))
                     path.unlink(missing_ok=True)
-            await asyncio.sleep(REQUEST_POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _question(self, member: Member, question: str, ranks: set[int]) -> None:
         """Request stacks, which come in growing files, or recorders, which come as the reply."""
@@ -402,8 +366,6 @@ class Driver:
     async def rest(self) -> None:
         """Release the run, which has ended, because another may follow."""
         self._payload, self._is_free = None, True
-        if self._reservation is not None:
-            self._reservation.end_unused(DRIVER_KEPT_S)
 
     def shutdown(self) -> None:
         """Leave the cluster, with nothing of this driver left on it."""

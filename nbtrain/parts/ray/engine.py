@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -24,6 +24,7 @@ from ...engines.base import SIGNALS, Action, Engine, Exit, Ranks
 from ...engines.process.interpreter import interpreter_command
 from ...errors import LaunchError
 from ...findings import Finding
+from ...lifecycle.limits import UNKILLABLE_AFTER_S
 from ...planning.plan import Call, Plan
 from ...system import network
 from ...system.files import Tail
@@ -32,6 +33,7 @@ from ...tracking import events as ev
 from ...tracking.event_log import event_tail, new_events
 from ...transport import payload
 from ...transport.job import Job
+from ...transport.limits import CONNECT_TIMEOUT_S
 from ...worker.rank_environment import rank_environment
 from . import dependencies
 from .driver import Driver
@@ -44,12 +46,6 @@ Method = Callable[Concatenate[Driver, P], Awaitable[T]]
 
 _ELSEWHERE = "8.8.8.8"
 """An address that is not of this host: to find out its own as Ray does. Nothing is sent there."""
-
-END_TIMEOUT_S = 15.0
-"""Seconds that the driver has to end the ranks of a run; it ends with them after that."""
-
-REPLY_TIMEOUT_S = 5.0
-"""For a driver to report what the nodes have, before another is started."""
 
 _ANSWERS = ("answer", "refusal")
 """The kinds of the messages that end a request."""
@@ -89,6 +85,8 @@ class DriverClient:
         """Whether the driver has ended a run, all of it, and does nothing else."""
         self.last_answer = ""
         """Its kind: an answer, or a refusal."""
+        self.cause: object = None
+        """What it was started for; see `RayEngine._connect`."""
 
     def request(self, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the driver; return its answer. Raises `LaunchError` for a refusal."""
@@ -157,11 +155,6 @@ class DriverClient:
         reason = lines[-1][:300] if lines else "it printed no reason"
         return LaunchError(f"the process that talks to Ray has ended ({reason})")
 
-    @property
-    def pid(self) -> int:
-        """The driver's process."""
-        return self._process.pid
-
     def close(self) -> None:
         """Close this end."""
         self._connection.close()
@@ -178,23 +171,15 @@ class DriverClient:
             self._process.wait()
 
 
-@dataclass
-class _Kept:
-    """A driver that has joined a cluster, and that a launch like the one before may use again."""
-
-    cause: object
-    """What it was started for; see `RayEngine._connect`."""
-    client: DriverClient
-
-
-_kept: _Kept | None = None
+_kept: DriverClient | None = None
+"""A driver that has joined a cluster, and that a launch like the one before may use again."""
 
 
 def _forget_driver() -> None:
     """Leave the driver to the process that this one was forked from: it ends with that alone."""
     global _kept
     if _kept is not None:
-        _kept.client.close()
+        _kept.close()
         _kept = None
 
 
@@ -230,7 +215,7 @@ class _OwnCluster:
         if self.pid == os.getpid() and is_same and has_all:
             with contextlib.suppress(LaunchError):  # Ray or its driver has died
                 self._client.send(Driver.nodes)
-                self._client.answer(REPLY_TIMEOUT_S)
+                self._client.answer(CONNECT_TIMEOUT_S)
                 return True
         return False
 
@@ -241,14 +226,13 @@ _own_cluster: _OwnCluster | None = None
 def _own() -> _OwnCluster:
     """Return the cluster of this kernel; a new one if the last cannot be used."""
     global _own_cluster
-    if _own_cluster is not None:
-        is_usable = False
-        try:
-            is_usable = _own_cluster.is_usable()
-        finally:  # an interrupt leaves half an answer behind
-            if not is_usable:
-                _own_cluster.let_go()
-                _own_cluster = None
+    last, _own_cluster = _own_cluster, None
+    try:
+        if last is not None and last.is_usable():
+            _own_cluster = last
+    finally:  # an interrupt leaves half an answer behind
+        if last is not None and _own_cluster is None:
+            last.let_go()
     if _own_cluster is None:
         _own_cluster = _OwnCluster()
     return _own_cluster
@@ -269,7 +253,6 @@ class RayEngine(Engine):
 
     def __init__(self) -> None:
         self._client: DriverClient | None = None
-        self._cause: object = None
         self._modules: tuple[str, ...] = ()
         self._environment: dict[str, str] = {}
         """The variables that ranks have of this process, where its environment is theirs."""
@@ -314,18 +297,17 @@ class RayEngine(Engine):
         global _kept
         read = {n: v for n, v in os.environ.items() if n.startswith(("RAY_", "PYTHON"))}
         files = dependencies.fingerprint(Path(sources)) if sources else None
-        self._cause = (os.getpid(), address, auth_mode, read, sources, files)
-        kept, _kept = _kept, None
-        if kept is not None:
-            client = kept.client
-            self._client = client
+        cause = (os.getpid(), address, auth_mode, read, sources, files)
+        self._client, _kept = _kept, None
+        if self._client is not None:
             with contextlib.suppress(LaunchError):  # its cluster, or Ray in it, may have ended
-                if kept.cause == self._cause:
-                    client.send(Driver.nodes)
-                    nodes: list[Node] = client.answer(REPLY_TIMEOUT_S)
+                if self._client.cause == cause:
+                    self._client.send(Driver.nodes)
+                    nodes: list[Node] = self._client.answer(CONNECT_TIMEOUT_S)
                     return nodes
-            client.let_go()
+            self._client.let_go()
         self._client = DriverClient()
+        self._client.cause = cause
         return self._client.request(Driver.connect, address, sources, auth_mode)
 
     def home_address(self, plan: Plan) -> str:
@@ -372,7 +354,7 @@ class RayEngine(Engine):
         with contextlib.suppress(LaunchError):
             if client.is_free:
                 client.send(Driver.rest)  # its answer is read before that to the next request
-                _kept = _Kept(self._cause, client)
+                _kept = client
                 return
         client.let_go()
 
@@ -529,7 +511,7 @@ class RemoteRanks(Ranks):
         """End what is left on the nodes."""
         with contextlib.suppress(LaunchError):
             self._send_close()
-            self._client.answer(END_TIMEOUT_S)
+            self._client.answer(UNKILLABLE_AFTER_S)
             self._client.is_free = self._client.last_answer == "answer"
         if self._client.is_awaited:  # the ranks that it cannot end end with it
             self._client.close()

@@ -7,7 +7,6 @@ the launcher's.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import shutil
@@ -42,12 +41,7 @@ from ...tracking.run_folder import RunFolder
 from ...transport import payload
 from ...transport.file_sync import file_size, read_appended
 from ...transport.job import Job
-
-SIGNAL_POLL_S = 0.02
-"""Between two checks for signals to send."""
-
-_FILE_POLL_S = 0.01
-"""Between two readings of files that the driver waits for."""
+from .limits import POLL_S
 
 
 @dataclass(frozen=True)
@@ -103,22 +97,11 @@ class RankExit(Exit):
     """The final sizes of its growing files in bytes, and the current size of the node's events."""
 
 
-@functools.cache
-def _rays_folder() -> str:
-    """Return where Ray had this process work: in its copy of the Python files, if any came."""
-    return os.getcwd()
-
-
 def _change_folder(folder: str) -> str:
-    """Work in the notebook's folder, as ranks on its host would; return a note if there is none.
-
-    Ray's folder has no data, and is deleted.
-    """
-    rays = _rays_folder()
+    """Work in the notebook's folder, as ranks on its host would; return a note if it is missing."""
     try:
-        os.chdir(folder or rays)
+        os.chdir(folder)
     except OSError as error:
-        os.chdir(rays)  # not where the last run worked
         return f"has no {folder} ({error.strerror}): its ranks work in {os.getcwd()}"
     return ""
 
@@ -203,7 +186,7 @@ class NodeRanks:
         """Start the ranks and watch them to their end, which is this thread's, too."""
         try:
             while self._server is not None and self._server.is_importing():
-                time.sleep(_FILE_POLL_S)
+                time.sleep(POLL_S)
                 if not self._signals.empty():  # the launcher has gone
                     fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
@@ -227,7 +210,7 @@ class NodeRanks:
             self._ranks.close()
 
     def _begin_store_process(self) -> bool:
-        """Serve the store from a process, and return True; False if none can be forked.
+        """Serve the store from a process; return whether one could be forked.
 
         It is not a fork of this process, because Ray has threads here. It stays when the ranks of
         this node have ended: others may need it. Raises `LaunchError`.
@@ -259,7 +242,7 @@ class NodeRanks:
             while self._ranks.alive:
                 while not self._signals.empty():
                     self._ranks.signal(*self._signals.get())
-                exits = self._ranks.wait(SIGNAL_POLL_S)
+                exits = self._ranks.wait(POLL_S)
                 for ended in exits:
                     sampler.forget(ended.rank)
                 self._sample(sampler, writer)  # first: its output is copied with the exits
@@ -298,7 +281,7 @@ class NodeRanks:
         """Return the bytes of files beyond those they `have`; wait for any up to `patience` s."""
         deadline = time.monotonic() + patience
         while not (parts := read_appended(self.folder.path, have)) and time.monotonic() < deadline:
-            time.sleep(_FILE_POLL_S)
+            time.sleep(POLL_S)
         return parts
 
     def fetch(self, name: str) -> Any:
@@ -325,7 +308,10 @@ class NodeRanks:
 
     def dump_recorders(self, ranks: Iterable[int]) -> dict[int, tuple[bytes, float]]:
         """Return the dumps of the ranks' flight recorders, of those that answer."""
-        dumps = {rank: collectives.fetch_dump(self.folder.recorder(rank), 0.5) for rank in ranks}
+        dumps = {
+            rank: collectives.fetch_dump(self.folder.recorder(rank), hang_limits.REPLY_TIMEOUT_S)
+            for rank in ranks
+        }
         return {rank: dump for rank, dump in dumps.items() if dump is not None}
 
     def close(self) -> None:

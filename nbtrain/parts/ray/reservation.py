@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,26 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LaunchError, PlanError
+from ...lifecycle.limits import START_TIMEOUT_S
 from ...system.text import format_bytes, plural
+from ...transport.limits import CONNECT_TIMEOUT_S
 from . import dependencies, node_actor
-
-NODE_RETURN_TIMEOUT_S = 10.0
-"""Seconds that nodes have to come back, or others to replace them, before another attempt."""
-
-PLACEMENT_TIMEOUT_S = 20.0
-"""Seconds that Ray has to reserve what was free, and to start a process on each node."""
-
-CONNECT_TIMEOUT_S = 5.0
-"""Seconds that a cluster has to accept a connection."""
-
-_MAX_TEMPDIR_CHARS = 36
-"""The longest folder of temporary files that Ray's sockets fit into: their paths have 107 bytes."""
-
-_FREE_CHECK_INTERVAL_S, _FREE_CHECK_SOON_S = 1.0, 0.02
-"""Between two checks of free resources, and if they must become free soon."""
-
-RELEASE_TIMEOUT_S = 2.0
-"""For Ray to report released resources as free; nodes report every 0.1 s."""
+from .limits import FREE_CHECK_INTERVAL_S, NODE_RETURN_TIMEOUT_S, POLL_S, RELEASE_TIMEOUT_S
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -51,8 +35,12 @@ _TOKEN = (
 )
 
 
+_EXCLUDES = ["*.*", "!*.py", ".*"]
+"""Ray sends a package's Python files, without its data."""
+
+
 class _NobodyListens(ConnectionError):
-    """No process listens at the address of a cluster."""
+    """The address of a cluster refuses connections."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +97,20 @@ def join(address: str | None, sources: str | None) -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are short on a busy machine
     address, label = cluster_address(address, os.environ)
-    options: dict[str, Any] = _new_cluster_options() if address == "local" else {}
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         _check_listens(address or "")
-        with tempfile.TemporaryDirectory(prefix="nbtrain-sources-") as folder:
-            if sources is not None and dependencies.copy_sources(Path(sources), Path(folder)):
-                options["runtime_env"] = {"working_dir": folder}
-            ray.init(
-                address=address or "auto",
-                namespace="nbtrain",
-                log_to_driver=False,
-                logging_level="error",
-                **options,
-            )
+        modules = [] if sources is None else dependencies.local_modules(Path(sources))
+        if modules:  # Ray cannot set up an empty list
+            paths = [str(path) for path in modules]
+            options["runtime_env"] = {"py_modules": paths, "excludes": _EXCLUDES}
+        ray.init(
+            address=address or "auto",
+            namespace="nbtrain",
+            log_to_driver=False,
+            logging_level="error",
+            **options,
+        )
     except ConnectionError as error:
         if address is None:
             raise LaunchError(f"no Ray cluster was found on this host. {_GET_ONE}") from error
@@ -134,13 +123,6 @@ def join(address: str | None, sources: str | None) -> Any:
         ) from error
     ray.cloudpickle.register_pickle_by_value(node_actor)
     return ray
-
-
-def _new_cluster_options() -> dict[str, Any]:
-    """Return the options to start Ray with: no dashboard, and a folder that sockets fit into."""
-    default = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    short = {"_temp_dir": "/tmp/ray"} if len(default) > _MAX_TEMPDIR_CHARS else {}
-    return {"include_dashboard": False, **short}
 
 
 def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -207,8 +189,6 @@ class Reservation:
         self._group: Any = None
         self._lasting: dict[str, Any] = {}
         """The actors that reserve nothing and stay for the next run, by the id of their node."""
-        self._used: dict[str, float] = {}
-        """When a run began to use them."""
         self._bundle: Mapping[str, float] = {}
         self._free: dict[str, Mapping[str, float]] = {}
         """What was free before the run, by the id of the node."""
@@ -245,32 +225,27 @@ class Reservation:
 
         The request also stays while they are not free, because an autoscaler needs it.
         """
-        from ray.util import placement_group_table, remove_placement_group
+        from ray.util import remove_placement_group
         from ray.util.placement_group import placement_group
 
         able = self._able(request)
         if able >= count:
-            deadline = max(deadline, time.monotonic() + PLACEMENT_TIMEOUT_S)
+            deadline = max(deadline, time.monotonic() + START_TIMEOUT_S)
         elif time.monotonic() >= deadline:
             return False
         group = placement_group([request.bundle] * count, strategy="STRICT_SPREAD")
-        ready = asyncio.ensure_future(group.ready())
         try:
-            while (left := deadline - time.monotonic()) > 0:
+            while True:
                 if able < count:
                     self._waits(describe_wait(able, count, request.bundle, request.per_node))
-                if (await asyncio.wait([ready], timeout=min(_FREE_CHECK_INTERVAL_S, left)))[0]:
-                    ready.result()
+                if await asyncio.to_thread(group.wait, FREE_CHECK_INTERVAL_S):
                     self._group = group
                     return True
-                is_created = placement_group_table(group).get("state") == "CREATED"
-                if is_created and able < count:  # `ready` needs a process of Ray's to start
-                    deadline = max(deadline, time.monotonic() + PLACEMENT_TIMEOUT_S)
-                # Resources that are reserved for this run no longer count as free.
-                able = count if is_created else self._able(request)
+                if time.monotonic() >= deadline:
+                    break
+                able = self._able(request)
         finally:
             if self._group is not group:
-                ready.cancel()
                 remove_placement_group(group)
         if able < count:
             return False
@@ -301,12 +276,12 @@ class Reservation:
             raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
             placing = (self._place_node(request, index, by_id[ids[index]]) for index in sorted(ids))
-            self.placed = await asyncio.wait_for(asyncio.gather(*placing), PLACEMENT_TIMEOUT_S)
+            self.placed = await asyncio.wait_for(asyncio.gather(*placing), START_TIMEOUT_S)
         except asyncio.TimeoutError:
             for id in self._lasting.keys() & {*ids.values()}:  # so that it is not called again
                 self.end_actor(id, self._lasting[id])
             raise LaunchError(
-                f"nodes did not answer within {PLACEMENT_TIMEOUT_S:g} s (ray status)"
+                f"nodes did not answer within {START_TIMEOUT_S:g} s (ray status)"
             ) from None
         return check_nodes(self.placed, request, here)
 
@@ -316,7 +291,6 @@ class Reservation:
         Raises Ray's errors.
         """
         modules, left = list(request.modules), self._lasting.get(node.id)
-        self._used[node.id] = time.monotonic()
         if left is not None and not may_have_devices(request.bundle):
             with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended
                 return PlacedNode(node, left, await left.look.remote(modules))
@@ -351,12 +325,6 @@ class Reservation:
             del self._lasting[node]
         self._ray.kill(actor)
 
-    def end_unused(self, seconds: float) -> None:
-        """End the actors on nodes that no run has used for a time, and not the last one either."""
-        used, since = {p.node.id for p in self.placed}, time.monotonic() - seconds
-        for id in [id for id in self._lasting if id not in used and self._used[id] < since]:
-            self.end_actor(id, self._lasting[id])
-
     def release(self) -> None:
         """Give back what was reserved; Ray ends the actors that reserved a part of it."""
         from ray.util import remove_placement_group
@@ -379,8 +347,8 @@ class Reservation:
         if own is None or await has_ended(own):
             raise ConnectionError("no process of Ray is left on this host")
         while seconds > 0 and any(self._lacks(node) for node in found if node.id in used):
-            await asyncio.sleep(_FREE_CHECK_SOON_S)
-            found, seconds = nodes(self._ray), seconds - _FREE_CHECK_SOON_S
+            await asyncio.sleep(POLL_S)
+            found, seconds = nodes(self._ray), seconds - POLL_S
         self._free = {node.id: node.free for node in found}
         return found
 

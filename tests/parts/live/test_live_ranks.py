@@ -596,7 +596,7 @@ def test_a_rank_that_answers_no_question_is_given_up(live: Notebook, tmp_path: P
         "            except KeyboardInterrupt: pass\n"
         "import time\nslow = Slow() if rank else 1"
     )
-    live.run("from nbtrain.parts.live import live_ranks\nlive_ranks.REPLY_TIMEOUT_S = 1.0")
+    live.run("from nbtrain.parts.live import limits\nlimits.REPLY_TIMEOUT_S = 1.0")
     assert "rank 1 did not answer within 1 s" in live.run("ranks['slow']").evalue
     assert "%nbtrain restart" in live.run("%distributed 1").evalue
     assert "2 ranks live" in live.run("%nbtrain restart").stdout

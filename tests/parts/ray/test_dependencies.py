@@ -9,8 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from nbtrain.parts.ray import dependencies
-from nbtrain.parts.ray.dependencies import beside, copy_sources, find_packages, fingerprint
+from nbtrain.parts.ray.dependencies import beside, find_packages, fingerprint, local_modules
 from nbtrain.planning.plan import Call, Cell, Parameter
 
 
@@ -72,31 +71,25 @@ def test_a_module_beside_the_notebook_is_found_before_anyone_imported_it(
     assert not beside(Cell("import numpy", "<cell>", notebook("")), tmp_path)
 
 
-def test_python_files_travel_with_their_folders_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    kept = ["a.py", "env/gym.py", "package/deep/b.py"]
-    left = ["data.bin", ".git/x.py", "__pycache__/a.py", "venv/lib/y.py", "z_large.py"]
+def test_modules_and_packages_travel(tmp_path: Path) -> None:
+    kept = ["a.py", "package/__init__.py", "env/gym.py"]
+    left = ["data.bin", "data/x.csv", ".git/x.py", "__pycache__/a.pyc", "venv/lib/y.py", "1.py"]
     for name in [*kept, *left]:
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text("x = 1\n" * (1000 if "large" in name else 1))
-    (here / "venv" / "pyvenv.cfg").touch()
-    (here / "link.py").symlink_to("nowhere.py")
-    monkeypatch.setattr(dependencies, "LOCAL_BYTES", 1000)
-    assert copy_sources(here, there) == 6 * len(kept)
-    found = [p.relative_to(there).as_posix() for p in there.rglob("*") if p.is_file()]
-    assert sorted(found) == kept
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [path.relative_to(tmp_path).as_posix() for path in local_modules(tmp_path)]
+    assert found == ["a.py", "env", "package"]
 
 
 def test_a_fingerprint_changes_with_the_python_files_that_travel(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("x = 1")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / ".#lock.py").symlink_to("nowhere.py")
     before = fingerprint(tmp_path)
     (tmp_path / "data.csv").write_text("1")
-    (tmp_path / "node_modules").mkdir()
-    (tmp_path / "node_modules" / "two.py").write_text("")
     assert fingerprint(tmp_path) == before
-    (tmp_path / "one.py").write_text("x = 11")
+    (tmp_path / "package" / "__init__.py").write_text("x = 1")
     changed = fingerprint(tmp_path)
     (tmp_path / "one.py").unlink()
     assert len({before, changed, fingerprint(tmp_path)}) == 3

@@ -16,11 +16,11 @@ import pytest
 from nbtrain.engines import Exit
 from nbtrain.errors import LaunchError
 from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
-from nbtrain.parts.ray import driver as driver_module
+from nbtrain.parts.ray import limits
 from nbtrain.parts.ray.driver import Driver, Member
 from nbtrain.parts.ray.engine import DriverClient, RemoteRanks
 from nbtrain.parts.ray.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
-from nbtrain.parts.ray.reservation import Node, NodeRequest, PlacedNode, has_ended
+from nbtrain.parts.ray.reservation import Node, NodeRequest, has_ended
 from nbtrain.planning.plan import Call, Plan
 from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
@@ -78,7 +78,7 @@ def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.Mo
 
 
 def test_a_driver_ends_if_no_run_follows_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "DRIVER_KEPT_S", 0.01)
+    monkeypatch.setattr(limits, "DRIVER_KEPT_S", 0.01)
     launcher, driver_end = Pipe()
     driver = Driver(driver_end)
 
@@ -192,19 +192,6 @@ def test_an_end_is_reported_where_nothing_can_be_written(cluster: Cluster) -> No
     assert "rank-0000.result of n was lost" in text
 
 
-def test_much_news_is_reported_now_and_then(cluster: Cluster) -> None:
-    async def hear(times: int) -> None:
-        for _ in range(times):
-            cluster.driver._announce_news()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        while cluster.driver._has_news:
-            await asyncio.sleep(0.005)
-
-    asyncio.run(hear(200))
-    assert 1 <= len(cluster.reports) <= 30
-
-
 def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.result(1), folder.out(1), folder.out(0)):
@@ -258,26 +245,6 @@ def test_the_error_of_a_node_that_cannot_begin_names_it(cluster: Cluster) -> Non
     raising = Raising(ValueError("no room"))
     with pytest.raises(LaunchError, match="on n: ValueError: no room"):
         asyncio.run(cluster.driver._on_all(lambda _: raising.remote()))
-
-
-def test_a_payload_that_reaches_no_node_ends_the_launch(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Unreached:
-        def __init__(self) -> None:
-            self.begin = self
-
-        async def remote(self, *_: Any) -> None:
-            await asyncio.Event().wait()
-
-    facts = {"address": "127.0.0.1", "interface": "lo"}
-    placed = [PlacedNode(cluster.member.node, Unreached(), facts)]
-    reservation: Any = SimpleNamespace(placed=placed)
-    cluster.driver._reservation = reservation
-    cluster.driver._request = NodeRequest((1, 1), 1, {})
-    monkeypatch.setattr(driver_module, "PAYLOAD_TIMEOUT_S", 0.1)
-    with pytest.raises(LaunchError, match=r"did not reach every node within 0\.1 s"):
-        asyncio.run(asyncio.wait_for(cluster.driver.start(order(attempt=1)), 30))
 
 
 class Target(Driver):

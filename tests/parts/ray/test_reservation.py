@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -60,15 +61,6 @@ def test_names_are_hosts_and_differ() -> None:
         "abcdefgh": "one/abcdef",
         "12345678": "one/123456",
     }
-
-
-def test_a_cluster_that_is_started_finds_room_for_its_sockets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp/short")
-    assert reservation._new_cluster_options() == {"include_dashboard": False}
-    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + 40 * "x")
-    assert reservation._new_cluster_options()["_temp_dir"] == "/tmp/ray"
 
 
 def test_the_text_of_a_wait_says_how_many_have_room() -> None:
@@ -178,38 +170,30 @@ def test_a_node_on_which_ranks_cannot_run_is_refused_by_name(
 
 
 class Cluster:
-    """Two nodes, of which one is free; both are the group's once it was looked at twice.
+    """Two nodes, of which one is free; Ray reserves both when they were waited for twice.
 
-    A process that says so needs some more looks to start. Each look takes a second.
+    Each wait takes a second.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.looks = 0
+        self.waits = 0
         self.removed = 0
         self.reported: list[str] = []
-        self._ready: asyncio.Future[None] | None = None
 
     def nodes(self, _ray: Any) -> list[Node]:
-        self.now += 1.0
-        free = 1 if self.looks < 2 else 0
-        return [
-            Node(str(i), str(i), "", {"CPU": 1.0}, {"CPU": 1.0 if i < free else 0.0})
-            for i in range(2)
-        ]
+        free = [1.0, 0.0]
+        return [Node(str(i), str(i), "", {"CPU": 1.0}, {"CPU": free[i]}) for i in range(2)]
 
     def group(self, _bundles: Any, strategy: str) -> Any:
         assert strategy == "STRICT_SPREAD"
-        self.looks, self._ready = 0, asyncio.get_running_loop().create_future()
-        return SimpleNamespace(ready=lambda: self._ready)
+        self.waits = 0
+        return SimpleNamespace(wait=self.wait)
 
-    def table(self, _group: Any) -> dict[str, str]:
-        self.now += 1.0
-        self.looks += 1
-        assert self._ready is not None
-        if self.looks == 6:
-            self._ready.set_result(None)
-        return {"state": "CREATED" if self.looks >= 2 else "PENDING"}
+    def wait(self, seconds: int) -> bool:
+        self.now += seconds
+        self.waits += 1
+        return self.waits > 1
 
     def remove(self, _group: Any) -> None:
         self.removed += 1
@@ -219,32 +203,30 @@ class Cluster:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     simulated = Cluster()
     util, groups = ModuleType("ray.util"), ModuleType("ray.util.placement_group")
-    vars(util).update(
-        placement_group_table=simulated.table, remove_placement_group=simulated.remove
-    )
+    vars(util).update(remove_placement_group=simulated.remove)
     vars(groups).update(placement_group=simulated.group)
     for module in (ModuleType("ray"), util, groups):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     clock = SimpleNamespace(monotonic=lambda: simulated.now)
     monkeypatch.setattr(reservation, "time", clock)
     monkeypatch.setattr(reservation, "nodes", simulated.nodes)
-    monkeypatch.setattr(reservation, "_FREE_CHECK_INTERVAL_S", 0.0)
     return simulated
 
 
-def test_nodes_that_ray_gave_at_the_last_moment_count(
-    cluster: Cluster,
-) -> None:
+def test_nodes_that_are_not_free_are_waited_for(cluster: Cluster) -> None:
     reserved = Reservation(None, cluster.reported.append)
-    wanted = NodeRequest((2, 2), 1, {"CPU": 1.0}, patience=4.0)
+    wanted = NodeRequest((2, 2), 1, {"CPU": 1.0}, patience=2.0)
     waiting = "waiting for 2 nodes with 1 CPU free (for a rank each): 1 so far"
     assert asyncio.run(reserved.reserve(wanted)) == 2
     assert cluster.reported == [waiting]
     reserved.release()
-    cluster.looks = 0
     assert asyncio.run(reserved.reserve(wanted, again=True)) == 2
     assert cluster.reported == [waiting, waiting]  # each attempt tells what it waits for
     assert cluster.removed == 1
+    reserved.release()
+    with pytest.raises(LaunchError, match="1 of 2 nodes have 1 CPU free"):
+        asyncio.run(reserved.reserve(replace(wanted, patience=1.0)))
+    assert cluster.removed == 3
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_process_that_holds_what_may_be_devices_ends_with_its_run(notebook: No
 
 def test_a_driver_that_was_lost_between_two_runs_is_started_anew(notebook: Notebook) -> None:
     first = _nodes_processes(notebook)
-    notebook.run("from nbtrain.parts.ray import engine; os.kill(engine._kept.client.pid, 9)")
+    notebook.run("from nbtrain.parts.ray import engine; engine._kept._process.kill()")
     assert not set(first) & set(_nodes_processes(notebook))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbtrain.parts.live.snapshot import Snapshot
+from nbtrain.parts.live.variables import Snapshot
 
 
 class Thing:
