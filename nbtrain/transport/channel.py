@@ -51,7 +51,11 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any], data: int | None = None) -> None:
-        """Send a message, and a descriptor with it. Raises `OSError` if the other end is gone."""
+        """Send a message, and a file's descriptor with it, or its content to another host.
+
+        Blocks until all is sent. `data` stays open: the caller closes it. Raises `OSError` if the
+        other end is closed.
+        """
         text, sent = json.dumps(message).encode(), 0
         size = 0 if data is None or self.passes_files else os.fstat(data).st_size
         whole = _HEAD.pack(len(text), size) + text
@@ -64,10 +68,12 @@ class Channel:
                 offset += os.sendfile(self._connection.fileno(), data, offset, size - offset)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message, and the descriptor that came with it. The caller closes that.
+        """Wait for the next message; return it and the descriptor that came with it, or None.
 
-        Raises `EOFError` if the other end is closed or sends no valid message, or if the first
-        message takes longer than `CONNECT_TIMEOUT_S`.
+        The caller closes the descriptor. From another host, it is of a memory file with the content
+        that was sent. Raises `EOFError` if the other end is closed or the connection fails, or if
+        the first message is too large or takes longer than `CONNECT_TIMEOUT_S`. Raises `ValueError`
+        for a message that is not JSON.
         """
         self._deadline = None if self._is_known else time.monotonic() + CONNECT_TIMEOUT_S
         head, descriptors = self._receive(_HEAD.size, with_data=self.passes_files)
@@ -85,7 +91,11 @@ class Channel:
         return message, descriptors[0] if descriptors else None
 
     def _receive(self, size: int, *, with_data: bool = False) -> tuple[bytes, list[int]]:
-        """Return `size` bytes, and descriptors that came with them. Raises `EOFError`."""
+        """Wait for exactly `size` bytes; return them, and the descriptors that came with the first.
+
+        The list is empty without `with_data`. Raises `EOFError` at the end of the connection, after
+        an error of the socket, or once the first message's deadline has passed.
+        """
         parts, descriptors = bytearray(), list[int]()
         while len(parts) < size:
             if self._deadline is not None and time.monotonic() > self._deadline:
@@ -131,7 +141,10 @@ class Listener:
             self.address = place, self._socket.getsockname()[1]
 
     def accept(self, timeout: float) -> Channel | None:
-        """Wait up to `timeout` seconds; return the new connection, or None."""
+        """Wait up to `timeout` seconds for a connection; return its channel, or None.
+
+        The channel is not trusted yet: see `Channel.trust`. Raises `OSError` if this is closed.
+        """
         self._socket.settimeout(timeout)
         try:
             connection, _ = self._socket.accept()
@@ -143,14 +156,17 @@ class Listener:
         return Channel(connection)
 
     def close(self) -> None:
-        """Stop listening, and delete the address."""
+        """Stop listening, and delete the socket's file. May be repeated."""
         self._socket.close()
         if isinstance(self.address, str):
             Path(self.address).unlink(missing_ok=True)
 
 
 def _set_tcp_options(connection: socket.socket, options: Mapping[str, int]) -> None:
-    """Send small messages without delay, and detect a host that no longer answers."""
+    """Set TCP options; also send small messages without delay, and probe the other host if idle.
+
+    Options that this system does not have are skipped.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
@@ -159,7 +175,10 @@ def _set_tcp_options(connection: socket.socket, options: Mapping[str, int]) -> N
 
 
 def connect(address: Address) -> Channel:
-    """Connect to a `Listener`. Raises `OSError`."""
+    """Connect to a `Listener`; return a channel that trusts it.
+
+    For another host, waits up to `CONNECT_TIMEOUT_S`. Raises `OSError` if it cannot connect.
+    """
     if isinstance(address, str):
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -176,13 +195,19 @@ def connect(address: Address) -> Channel:
 
 
 def memory_file() -> IO[bytes]:
-    """Return a file without a name, in memory if the system supports that."""
+    """Open a new, empty file without a name, for reading and writing.
+
+    It is in memory if the system supports that, else on disk.
+    """
     descriptor = memory_descriptor()
     return tempfile.TemporaryFile() if descriptor is None else open(descriptor, "w+b")
 
 
 def fill_memory_file(write: Callable[[IO[bytes]], object]) -> IO[bytes]:
-    """Return a memory file that `write` has filled. The caller closes it."""
+    """Return a new memory file that `write` has filled. The caller closes it.
+
+    Its position is at the end. If `write` raises, the file is closed, and the exception raised.
+    """
     file = memory_file()
     try:
         write(file)

@@ -67,7 +67,11 @@ class CapturedException:
 
     @property
     def headline(self) -> str:
-        """The exception in one line: its type and the first line of its text."""
+        """Return the exception in one line: its type and the first line of its text.
+
+        The type alone if there is no text. The next line is added if the first ends with a colon.
+        For an exception of a DataLoader's worker, the worker's own last line, with its number.
+        """
         lines = self.text.strip().splitlines()
         if lines and (caught := _CAUGHT_IN_WORKER.fullmatch(lines[0])):
             # torch puts the exception of a worker, with its traceback, into a message of its own
@@ -78,7 +82,10 @@ class CapturedException:
 
 
 def user_frames(frames: Iterable[TracebackFrame]) -> tuple[TracebackFrame, ...]:
-    """Return the user's frames, and the last frame if a library raised."""
+    """Return the user's frames, and the last frame if a library raised.
+
+    Frames of nbtrain are left out. Without a frame of the user, returns all others.
+    """
     every = tuple(f for f in frames if not f.is_own)
     user = tuple(f for f in every if not f.is_library)
     if not user:
@@ -95,7 +102,10 @@ def capture(
 ) -> CapturedException:
     """Turn an exception into data. Never raises, even if the exception's own methods do.
 
-    Without `pickles`, the instances are left out: pickling may take long, and run the user's code.
+    Its cause, context and the members of a group are captured too, up to MAX_EXCEPTION_CHAIN. A
+    note names each attribute that cannot be copied. Without `pickles`, the instances are left
+    out: pickling may take long, and run the user's code. `shared` are classes that the notebook
+    has, too. `_seen` has the ids of the exceptions that led here.
     """
     seen = _seen | {id(error)}
 
@@ -120,7 +130,7 @@ def capture(
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the exceptions of a group, as an `asyncio.TaskGroup` raises; else ()."""
+    """Return the first MAX_EXCEPTION_CHAIN exceptions of a group; () if it is not a group."""
     group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
     if not issubclass(type(error), group):
         return ()
@@ -129,7 +139,10 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
 
 
 def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
-    """Yield the frames of a traceback with the exact place in each line."""
+    """Yield the frames of a traceback, outermost first, with the exact place in each line.
+
+    The columns are 0 if Python does not record them (before 3.11, or with ``-X no_debug_ranges``).
+    """
     while tb is not None:
         code, line = tb.tb_frame.f_code, tb.tb_lineno or 1
         span = (line, line, 0, 0)
@@ -149,7 +162,11 @@ def _notes(error: BaseException) -> tuple[str, ...]:
 
 
 def _safe_str(value: object) -> str:
-    """Return the text of a value, cut to a limit; never raises."""
+    """Return the text of a value, cut after MAX_EXCEPTION_CHARS. Never raises.
+
+    If the text cannot be computed, returns ``<T.__str__ raised ValueError>``. Also swallows a
+    KeyboardInterrupt that arrives during the call.
+    """
     try:
         text = str(value)
         if len(text) <= MAX_EXCEPTION_CHARS:
@@ -166,7 +183,8 @@ def _strip_addresses(value: object) -> str:
 def _pickle(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None, tuple[str, ...]]:
     """Pickle an exception by its own reducer, else without its ``__init__``, else only in part.
 
-    Returns the bytes or None, and a note for each attribute that was left out.
+    Returns the bytes, or None if no form can be rebuilt, and a note for each attribute that was
+    left out, because it cannot be pickled. Does not change the exception. Never raises.
     """
     if (data := _dump_checked(error, error, shared)) is not None:
         return data, ()
@@ -180,7 +198,12 @@ def _pickle(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None
 
 
 def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> bytes | None:
-    """Pickle a form of an exception; None if the same exception cannot be rebuilt from it here."""
+    """Pickle a form of an exception; return the bytes if they rebuild the same text here.
+
+    None if the form cannot be pickled or rebuilt, is longer than CHUNK_BYTES, or rebuilds to
+    another text; addresses in the texts are ignored, and types are not compared. Raises no
+    `Exception`.
+    """
     try:
         text = _strip_addresses(error)  # an exception without a text is shown by a stand-in
         data = result_pickler.dumps(form, shared, limit=CHUNK_BYTES)
@@ -192,7 +215,10 @@ def _dump_checked(error: BaseException, form: Any, shared: frozenset[type]) -> b
 
 
 def _is_portable(value: Any, shared: frozenset[type]) -> bool:
-    """Whether a value can be pickled here and unpickled again."""
+    """Return whether a value can be pickled here and unpickled again.
+
+    False also if it takes more than CHUNK_BYTES. Does both to find out.
+    """
     try:
         result_pickler.loads(result_pickler.dumps(value, shared, limit=CHUNK_BYTES))
     except Exception:  # from its reducer
@@ -210,7 +236,7 @@ class _Parts:
 
 
 def _rebuild(value: Any) -> Any:
-    """Return an exception made of its class, arguments and attributes."""
+    """Return an exception made of `_Parts` without its ``__init__``; any other value as it is."""
     if not isinstance(value, _Parts):
         return value
     error = value.cls.__new__(value.cls, *value.args)
@@ -220,7 +246,10 @@ def _rebuild(value: Any) -> Any:
 
 
 def restore(captured: CapturedException) -> BaseException:
-    """Rebuild the exception with its chain and a traceback of its own frames."""
+    """Rebuild the exception with its notes, its chain and a traceback of its own frames.
+
+    If the instance cannot be unpickled here, the result is a `RankError` with its text.
+    """
     error = _instance(captured)
     if captured.notes:
         set_notes(error, list(captured.notes))
@@ -232,7 +261,11 @@ def restore(captured: CapturedException) -> BaseException:
 
 
 def _restore_members(error: BaseException, members: tuple[CapturedException, ...]) -> None:
-    """Give the exceptions of a group, which were pickled with it, what pickling drops."""
+    """Give the exceptions of a group, which were pickled with it, what pickling drops.
+
+    These are notes, chains and tracebacks, in groups inside it, too. Does nothing if the numbers
+    of exceptions differ.
+    """
     own = _members(error)
     for member, captured in zip(own, members, strict=False) if len(own) == len(members) else ():
         restored = restore(captured)
@@ -249,7 +282,7 @@ def set_notes(error: BaseException, notes: list[str]) -> None:
 
 
 def _instance(captured: CapturedException) -> BaseException:
-    """Return the exception itself, or a `RankError` where it cannot be unpickled here."""
+    """Unpickle the exception, without its chain; if that fails, make a `RankError` of its text."""
     if captured.pickled is not None:
         try:
             error = _rebuild(result_pickler.loads(captured.pickled))
@@ -261,7 +294,10 @@ def _instance(captured: CapturedException) -> BaseException:
 
 
 def _traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
-    """Return a traceback of stand-in code that raises at the place of each frame."""
+    """Make a traceback of stand-in code that raises at the place of each frame.
+
+    None without frames. The globals of each stand-in frame have RANK_FRAME_MARK.
+    """
     tb: TracebackType | None = None
     for frame in reversed(frames):
         try:
@@ -273,7 +309,11 @@ def _traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
 
 
 def _stub_code(frame: TracebackFrame) -> CodeType:
-    """Return code that raises at the frame's line, in a function with its name and first line."""
+    """Compile code that raises `StopIteration` at the frame's place.
+
+    Its file, function name and first line are the frame's. The module's code is not returned,
+    only that of the function.
+    """
     tree = ast.parse("def stub(): raise StopIteration")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -290,7 +330,11 @@ def _stub_code(frame: TracebackFrame) -> CodeType:
 
 
 def rank_frames(tb: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that happened in a rank; None if no part did."""
+    """Return the part of a traceback that happened in a rank; None if no part did.
+
+    It begins at the first stand-in frame of `restore`, else below the last frame of nbtrain's
+    code that runs a rank in the kernel.
+    """
     inner: TracebackType | None = None
     while tb is not None:
         if RANK_FRAME_MARK in tb.tb_frame.f_globals:

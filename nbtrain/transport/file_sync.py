@@ -15,10 +15,11 @@ from .limits import CHUNK_BYTES
 
 
 def read_appended(folder: Path, have: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
-    """Return the bytes of a folder's files that the other side does not have, by name.
+    """Read the bytes of a folder's files that the other side does not have, by name.
 
-    Each part comes with its offset. The files share `CHUNK_BYTES` evenly, so that a file that keeps
-    growing does not hold up the others. A missing file has no part.
+    `have` is how many bytes of each file it has. Each part comes with its offset. A file that has
+    not grown, is missing or cannot be read has no part. The files share `CHUNK_BYTES` evenly, so
+    that a file that keeps growing does not hold up the others; the rest follows in later calls.
     """
     grown = [name for name, offset in have.items() if file_size(folder, name) > offset]
     share = CHUNK_BYTES // max(1, len(grown))
@@ -41,9 +42,10 @@ class FileCopies:
             _end_line(folder, name)
 
     def add(self, parts: Mapping[str, tuple[int, bytes]]) -> bool:
-        """Append the new bytes of `parts`; return whether there were any.
+        """Append the new bytes of `parts` to the files; return whether there were any.
 
-        Bytes that do not fit on a full disk are requested again.
+        Parts of other files, after a gap, or copied already are ignored. Bytes that do not fit on a
+        full disk are requested again. Raises nothing for a file that cannot be written.
         """
         grown, flags = False, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         for name, (offset, data) in parts.items():
@@ -58,7 +60,10 @@ class FileCopies:
         return grown
 
     def lacks(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return how many bytes were copied of each file that is shorter than in `sizes`."""
+        """Return how many bytes were copied of each file that is shorter than in `sizes`.
+
+        Files that are not copied here are left out; empty if all are complete.
+        """
         return {n: self.have[n] for n, size in sizes.items() if self.have.get(n, size) < size}
 
 
@@ -73,7 +78,8 @@ def file_size(folder: Path, name: str) -> int:
 def _end_line(folder: Path, name: str) -> None:
     """End the last line of a file, in case its writer was lost in the middle of it.
 
-    Otherwise the next attempt would append its first line to that one.
+    Otherwise the next attempt would append its first line to that one. Does nothing for a file
+    that is empty, missing or cannot be written.
     """
     with contextlib.suppress(OSError), (folder / name).open("rb+") as file:
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":

@@ -71,9 +71,10 @@ def pack(
 ) -> PackedPlan:
     """Pack a plan for other processes; `is_fresh` ones also get the random states and settings.
 
-    A plan that `leaves_host` does not contain multiprocessing's key, which is for this host only.
-    `there` maps the ids of values that the process already has to their names: only these are
-    sent. Raises `PlanError` naming a variable that cannot be sent.
+    The caller closes the result. A plan that `leaves_host` does not contain multiprocessing's
+    key, which is for this host only. `there` maps the ids of values that the process already has
+    to their names: of these only the names are sent. Raises `PlanError` naming a variable that
+    cannot be sent.
     """
     task = plan.task
     modules = _used_submodules(task) if isinstance(task, Cell) else []
@@ -90,9 +91,10 @@ def pack(
 def pack_values(
     values: Mapping[str, Any], states: Mapping[str, Any], there: Mapping[int, Part]
 ) -> PackedPlan:
-    """Pack values by name, without a task. Raises `PlanError`.
+    """Pack values by name, without a task; the caller closes the result.
 
-    `states` are loaded into values that the process already has.
+    `states` are loaded into values that the process already has, which `there` maps by their ids
+    to their names. Raises `PlanError` naming a value that cannot be sent.
     """
     plan = Plan(Cell("", "", {**values, **({STATES: states} if states else {})}), "values")
     return _pack(plan, [], None, there)
@@ -101,7 +103,10 @@ def pack_values(
 def _pack(
     plan: Plan, modules: Sequence[str], settings: dict[str, Any] | None, there: Mapping[int, Part]
 ) -> PackedPlan:
-    """Pickle a plan into a file in memory. Raises `PlanError` that names what cannot leave."""
+    """Pickle a plan into a file in memory. Raises `PlanError` that names what cannot leave.
+
+    The file is closed if anything is raised, also at an interrupt.
+    """
     import torch
 
     packing = Packing(plan, there)
@@ -126,11 +131,12 @@ def _pack(
 
 
 def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
-    """Load what `pack` wrote into this process's ``__main__``.
+    """Load what `pack` wrote into this process's ``__main__``, with its modules and sources.
 
-    With `restores`, also the random states and settings of the notebook.
-
-    Returns the plan, and the classes of the notebook that came with it.
+    With `restores`, also sets the random states and settings of the notebook; the plan must have
+    been packed with `is_fresh` then. Returns the plan, whose cell has ``__main__`` as its
+    namespace, and the classes of the notebook that came with it, unless ``__main__`` already had
+    another class of that name.
     """
     import torch
 
@@ -159,9 +165,10 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
 
 
 def needed_names(cell: Cell) -> dict[str, Any]:
-    """Return what a cell reads of the notebook, except what belongs to its process alone.
+    """Return the variables that a cell reads of the notebook, by name, and that can leave it.
 
-    Raises `PlanError` for a tensor that would arrive without what it was computed from.
+    IPython's ``exit`` and ``quit`` are left out. Raises `PlanError` for a tensor that would
+    arrive without what it was computed from.
     """
     torch = sys.modules["torch"]
     needed = {n: value for n, value in variables(cell).items() if n not in _KERNEL_ONLY}
@@ -175,7 +182,11 @@ def needed_names(cell: Cell) -> dict[str, Any]:
 
 
 def _used_submodules(cell: Cell) -> list[str]:
-    """Return the submodules that a cell names: ``import xml`` does not load ``xml.etree``."""
+    """Return the loaded submodules that a cell names: ``import xml`` does not load ``xml.etree``.
+
+    Each by its full name, once. A module that an expression other than ``a.b.c`` reaches is not
+    found.
+    """
     names: dict[str, None] = {}
     for node in ast.walk(ast.parse(cell.source)):
         path: list[str] = []
@@ -192,7 +203,11 @@ def _used_submodules(cell: Cell) -> list[str]:
 
 
 def _explain_failure(plan: Plan, packing: Packing, error: Exception) -> str:
-    """Return which variable cannot be sent to another process, and what to do."""
+    """Return which variable cannot be sent to another process, and what to do.
+
+    Pickles the variables again, one at a time, without tensors' data. If each can be sent, the
+    text says that they cannot be sent together, with `error`.
+    """
 
     def dump(value: Any) -> None:
         _bind(_Probe, packing)(io.BytesIO()).dump(value)
@@ -233,7 +248,10 @@ class Packing:
             self.add_source(plan.task.filename)
 
     def add_source(self, name: str) -> None:
-        """Keep the source of a cell, for tracebacks and `inspect.getsource`."""
+        """Keep the source of a cell, for tracebacks and `inspect.getsource`.
+
+        Does nothing for a file that exists, or whose source is unknown.
+        """
         lines = linecache.getlines(name) if name not in self.sources else []
         if lines and not os.path.exists(name):
             # Without a time, linecache does not look for a file to compare it with.
@@ -261,7 +279,12 @@ class Pickler(CodePickler):
         self.globals_ref[id(self.packing.main)] = _Namespace(__name__="__main__")
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle notebook classes by value, parts that ranks have by name, tensors as shared."""
+        """Reduce what a rank has already or cannot get; leave the rest to `CodePickler`.
+
+        A part that the rank has by itself becomes a reference; the shell becomes the rank's. Notes
+        in `packing` which of the notebook's classes, sources and gradients were met. Raises
+        `NotPortableError` for a compiled function, and what `check_can_leave_process` raises.
+        """
         packing = self.packing
         if part := packing.there.get(id(obj)):
             return _get_own_part, part
@@ -288,7 +311,7 @@ def _get_own_part(*part: str) -> Any:
 
 
 def _bind(cls: type[Pickler], packing: Packing) -> type[Pickler]:
-    """Return the class as `torch.save` wants it: one that needs only a file."""
+    """Return a subclass with its packing, as `torch.save` wants it: made from only a file."""
     return type(cls.__name__, (cls,), {"packing": packing})
 
 
@@ -296,6 +319,7 @@ class _Probe(Pickler):
     """Pickles everything except the data of tensors, which can always be pickled."""
 
     def persistent_id(self, obj: Any) -> Any:
+        """Return "data" for a storage, in place of its bytes; None for all else."""
         torch = sys.modules["torch"]
         return "data" if torch.is_storage(obj) else None
 
@@ -313,7 +337,11 @@ _ACCELERATE_MODULES = ("accelerator", "state", "optimizer", "scheduler", "data_l
 
 
 def check_can_leave_process(obj: Any) -> None:
-    """Raise `TypeError` for an object that could be pickled, but would not work elsewhere."""
+    """Raise `TypeError` for an object that could be pickled, but would not work elsewhere.
+
+    These are objects of Accelerate that belong to one process, and tensors on an accelerator, for
+    which it is a `NotPortableError` with a remedy.
+    """
     cls = type(obj)
     if cls.__module__.startswith("accelerate.") and not is_shared_state(obj):
         if cls.__module__.partition(".")[2] in _ACCELERATE_MODULES:
@@ -326,7 +354,11 @@ def check_can_leave_process(obj: Any) -> None:
 
 
 def _reduce(obj: Any, packing: Packing) -> Any:
-    """Return how to rebuild what cloudpickle and torch would not send, or not as well."""
+    """Return how to rebuild what cloudpickle and torch would not send, or not as well; else None.
+
+    That is: Accelerate's shared state, an array of at least 64 KiB, and the notebook's cached
+    functions and `NewType`. Adds a leaf tensor's gradient to `packing.grads`, and returns None.
+    """
     torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
     if is_shared_state(obj):
         return shared_state, ()
@@ -359,7 +391,10 @@ def _make_cached(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def shell_of_rank() -> Any:
-    """Return an IPython shell for the rank, so that magics of the cell work there."""
+    """Return the IPython shell of this process, so that magics of the cell work in a rank.
+
+    Makes it if there is none: its namespace is ``__main__``, and it keeps no history.
+    """
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 

@@ -46,7 +46,10 @@ class _ProcessSettings:
 
 
 def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
-    """Set what `sys` and `multiprocessing` of the kernel have."""
+    """Set ``sys.argv``, multiprocessing's key and its logging to what the kernel has.
+
+    An empty key (from another host) and False leave this process as it is.
+    """
     sys.argv[:] = argv
     if authkey:  # it is empty on another host
         multiprocessing.current_process().authkey = authkey
@@ -57,7 +60,8 @@ def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
 def collect(*, with_key: bool = True) -> dict[str, Any]:
     """Return this process's random states, and the settings that a training may depend on.
 
-    `with_key` includes multiprocessing's key, which proves that a process is of this host.
+    For `restore`, in another process. `with_key` includes multiprocessing's key, which proves
+    that a process is of this host. numpy's state is None if numpy is not loaded.
     """
     import torch
 
@@ -94,7 +98,7 @@ def collect(*, with_key: bool = True) -> dict[str, Any]:
 
 
 def default_device() -> Any:
-    """Return the default device of torch in this thread."""
+    """Return torch's default device in this thread: the CPU if no other was set."""
     import torch
 
     try:
@@ -104,7 +108,11 @@ def default_device() -> Any:
 
 
 def restore(collected: dict[str, Any]) -> None:
-    """Put into force what `collect` returned in another process."""
+    """Set this process's random states and settings to what `collect` returned in another.
+
+    Settings that this torch does not have are skipped. Logging gets a handler only if there is no
+    handler yet. If the other process had no numpy, numpy is seeded afresh here, if it is loaded.
+    """
     import torch
 
     sys.setrecursionlimit(collected["recursion"])

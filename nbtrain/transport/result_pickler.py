@@ -36,7 +36,10 @@ FROM_TRAINER = (
 
 
 def notebook_classes() -> frozenset[type]:
-    """Return the classes that ``__main__`` defines now. Ranks that are forked later share them."""
+    """Return the classes that ``__main__`` defines now. Ranks that are forked later share them.
+
+    A class that was imported, is inside another or has been replaced is not among them.
+    """
     main: dict[str, Any] = vars(sys.modules["__main__"])
     classes: list[type] = [v for v in list(main.values()) if is_class(v)]
     own = [cls for cls in classes if module_of(cls) == "__main__"]
@@ -44,6 +47,7 @@ def notebook_classes() -> frozenset[type]:
 
 
 def _class_of_main(name: str) -> Any:
+    """Return the notebook's class of that name. Raises `AttributeError` if it is gone."""
     try:
         return vars(sys.modules["__main__"])[name]
     except KeyError:
@@ -63,13 +67,17 @@ class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def dump(self, obj: Any) -> None:
+        """Pickle a value to the file. Raises `PicklingError` in place of `SystemExit`."""
         try:
             super().dump(obj)
         except SystemExit as error:  # from a user's __reduce__: it must not end this process
             raise pickle.PicklingError(f"it calls sys.exit({error.code!r})") from error
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle modules by name, code with its file, and values of frameworks as they ask."""
+        """Reduce modules by name, code with its file, and values of frameworks by `REDUCERS`.
+
+        Everything else is left to cloudpickle.
+        """
         # A module of another class, such as `torch.backends.cudnn`, which cloudpickle rejects.
         is_module = issubclass(type(obj), types.ModuleType)
         name = obj.__name__ if is_module and type(obj) is not types.ModuleType else None
@@ -91,7 +99,10 @@ class ResultPickler(CodePickler):
         self._shared = shared
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle shared classes by name, and tensors as tensors on the CPU."""
+        """Reduce shared classes by name, tensors of other devices to the CPU, storages to bytes.
+
+        Everything else is left to `CodePickler`.
+        """
         if isinstance(obj, type) and obj in self._shared:
             return _class_of_main, (obj.__qualname__,)
         torch = sys.modules.get("torch")
@@ -103,7 +114,11 @@ class ResultPickler(CodePickler):
 
 
 def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
-    """Return how to pickle a tensor of another device as one on the CPU."""
+    """Return how to rebuild a tensor of another device as one on the CPU.
+
+    `NotImplemented` for a tensor on the CPU or the meta device. Gradients are left out; whether
+    it needs one, and whether it is a Parameter, are kept.
+    """
     if tensor.device.type in ("cpu", "meta"):
         return NotImplemented
     moved = tensor.detach().cpu()
@@ -115,9 +130,10 @@ def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
 
 
 def _storage_as_bytes(storage: Any) -> Any:
-    """Rebuild a tensor's memory from one copy. torch makes three copies here, and three there.
+    """Return how to rebuild a tensor's memory from one copy. torch makes three here, three there.
 
-    torch also cannot rebuild memory of float8 or uint16, which has no typed storage (torch 2.13).
+    `NotImplemented` for memory that is empty or not on the CPU. torch also cannot rebuild memory
+    of float8 or uint16, which has no typed storage (torch 2.13).
     """
     memory = getattr(storage, "_untyped_storage", storage)
     if memory.device.type != "cpu" or not memory.nbytes():
@@ -129,7 +145,10 @@ def _storage_as_bytes(storage: Any) -> Any:
 
 
 def _storage_of(data: bytearray, dtype: Any) -> Any:
-    """Rebuild a storage. Results in run folders refer to this function by its name."""
+    """Rebuild a typed storage on the memory of `data`, without a copy.
+
+    Results in run folders refer to this function by its name.
+    """
     import torch
 
     memory = torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
@@ -148,6 +167,10 @@ class _ReferringPickler(ResultPickler):
         self._known = known
 
     def persistent_id(self, obj: Any) -> Any:
+        """Return the reference to what the notebook has; None for what is pickled.
+
+        Raises `TypeError` for a `DTensor` that the notebook does not have.
+        """
         reference = self._known.get(id(obj))
         if reference is None and type(obj).__name__ == "DTensor":
             raise TypeError("a part of it is a shard of a tensor")
@@ -173,6 +196,7 @@ class _LimitedBuffer(io.BytesIO):
         self._limit = limit
 
     def write(self, data: Any) -> int:
+        """Append bytes and return their number. Raises `ValueError` instead at the limit."""
         if self.tell() + memoryview(data).nbytes > self._limit:
             raise ValueError(f"it takes more than {format_bytes(self._limit)}")
         return super().write(data)
@@ -184,10 +208,11 @@ def dumps(
     known: Mapping[int, Any] | None = None,
     limit: int | None = None,
 ) -> bytes:
-    """Pickle a value for the notebook.
+    """Pickle a value for the notebook; return the bytes.
 
-    `known` maps the ids of objects that the notebook has to references, which are sent instead.
-    Raises what parts of the value raise, and `ValueError` for more than `limit` bytes.
+    `known` maps the ids of objects that the notebook has to references, which are sent instead;
+    such bytes need `loads` with `get_part`. `shared` classes are sent by name. Raises what parts
+    of the value raise, and `ValueError` for more than `limit` bytes.
     """
     buffer = io.BytesIO() if limit is None else _LimitedBuffer(limit)
     pickler = _ReferringPickler(buffer, shared, known) if known else ResultPickler(buffer, shared)
@@ -198,13 +223,14 @@ def dumps(
 def loads(data: bytes, get_part: Callable[[Any], Any] | None = None) -> Any:
     """Rebuild a value that `dumps` pickled, in the process that forked the rank or in another.
 
-    `get_part` returns the object for a reference.
+    `get_part` returns the object for a reference. Raises what unpickling raises, and
+    `RuntimeError` in place of `SystemExit`.
     """
     return load(io.BytesIO(data), get_part)
 
 
 def load(file: IO[bytes], get_part: Callable[[Any], Any] | None = None) -> Any:
-    """Rebuild a value from a file, as `loads` does."""
+    """Rebuild a value from an open file, as `loads` does from bytes."""
     try:
         return (_PartUnpickler(file, get_part) if get_part else pickle.Unpickler(file)).load()
     except SystemExit as error:  # as in `CodePickler.dump`
@@ -212,7 +238,10 @@ def load(file: IO[bytes], get_part: Callable[[Any], Any] | None = None) -> Any:
 
 
 def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
-    """Pickle a rank's return value. Raises `ResultNotPicklable` naming the part that fails."""
+    """Pickle a rank's return value. Raises `ResultNotPicklable` naming the part that fails.
+
+    To find that part, each part is pickled once more.
+    """
     try:
         return dumps(value, shared)
     except Exception as error:  # any reducer of any class may raise anything
@@ -231,7 +260,10 @@ def dump_result(value: Any, shared: frozenset[type] = frozenset()) -> bytes:
 
 
 def dump_variable(value: Any, shared: frozenset[type], known: Mapping[int, Any]) -> bytes:
-    """Pickle a variable, with references to what is `known`. Raises `ResultNotPicklable`."""
+    """Pickle a variable, with references to what is `known`. Raises `ResultNotPicklable`.
+
+    The error gives the variable's type, but not its name or the part that fails.
+    """
     try:
         return dumps(value, shared, known)
     except Exception as error:
@@ -251,7 +283,8 @@ def _is_trainer(value: Any) -> bool:
 def reading_trouble(data: bytes) -> str:
     """Return why a pickled value cannot be unpickled here; "" if it can, or is too large to try.
 
-    Without this, the run would succeed and the user would meet the error when using the result.
+    Unpickles up to RESCUE_MAX_BYTES. Without this, the run would succeed and the user would meet
+    the error when using the result.
     """
     try:
         if len(data) <= RESCUE_MAX_BYTES:
@@ -262,6 +295,7 @@ def reading_trouble(data: bytes) -> str:
 
 
 def type_name(value: Any) -> str:
+    """Return the name of a value's class, with its module unless that is ``builtins``."""
     cls = type(value)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
@@ -269,7 +303,11 @@ def type_name(value: Any) -> str:
 def find_unpicklable(
     value: Any, dump: Callable[[Any], object], path: str = "result", depth: int = 6
 ) -> tuple[str, Any]:
-    """Return the path and the value of the innermost part that makes `dump` raise."""
+    """Return the path and the value of the innermost part that makes `dump` raise.
+
+    The path continues `path`, as in "result[0].model". Searches up to `depth` levels; the value
+    itself if none of its parts raises, without a check that the value does.
+    """
     for name, part in _parts(value) if depth else ():
         try:
             dump(part)
@@ -279,7 +317,11 @@ def find_unpicklable(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, each with how an expression would name it."""
+    """Yield the direct parts of a value, each with what an expression would append to name it.
+
+    Items of dicts, lists and tuples, the attributes of other objects, and what functions refer to
+    (" → name"). Nothing for classes and plain values.
+    """
     if isinstance(value, dict):
         yield from ((f"[{k!r}]", v) for k, v in value.items())
     elif isinstance(value, (list, tuple)):
