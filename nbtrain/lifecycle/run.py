@@ -163,7 +163,7 @@ class Run:
     def out(self) -> dict[str, Any]:
         """The variables that ``--out`` (`out`) copied back, by name."""
         self._folder.check_exists()
-        return weights.values(self._folder, self._receiver)
+        return weights.load_variables(self._folder, self._receiver)
 
     def load(self, model: Any = None, name: str | None = None) -> None:
         """Load the weights that the run saved last into a model, in place: all of them, or none.

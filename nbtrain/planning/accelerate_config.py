@@ -49,7 +49,8 @@ class Config:
 def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
     """Return the plan with the settings of its `config` file, and findings about overridden ones.
 
-    The plan's own values win. Raises `PlanError` for a file that cannot be used.
+    The plan's own values win. A plan without `config` is returned as it is. Raises `PlanError` for
+    a file that cannot be used.
     """
     if plan.config is None:
         return plan, []
@@ -85,7 +86,10 @@ def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
 
 
 def check_device(plan: Plan, device: str) -> list[Finding]:
-    """Return findings about FSDP on this device. Raises `PlanError` for FSDP 1 on CPUs."""
+    """Return findings about FSDP on this device; empty without a config file, FSDP, or on a GPU.
+
+    Raises `PlanError` for FSDP 1 on CPUs.
+    """
     wants_fsdp = plan.env.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if plan.config is None or device != "cpu" or not wants_fsdp:
         return []
@@ -117,7 +121,7 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
         with _preserve_logging():
             settings = files.load_config_from_file(str(file))
             _check_supported(settings, file, num_processes)
-            env = _environment(file, settings, num_processes)
+            env = _launch_environment(file, settings, num_processes)
     except PlanError:
         raise
     except AttributeError as error:  # the file is empty, a list or a text
@@ -171,10 +175,12 @@ def _is_for_tpu(settings: Any) -> bool:
     return str(getattr(settings.distributed_type, "value", settings.distributed_type)) == "XLA"
 
 
-def _environment(file: Path, settings: Any, num_processes: int | None) -> dict[str, str]:
+def _launch_environment(file: Path, settings: Any, num_processes: int | None) -> dict[str, str]:
     """Return the variables that ``accelerate launch`` sets in its processes.
 
-    Repeats the steps of the private ``launch_command`` (seen in Accelerate 1.0 to 1.15).
+    Those that the kernel has with the same value, and those that nbtrain sets, are left out.
+    Repeats the steps of the private ``launch_command`` (seen in Accelerate 1.0 to 1.15), and may
+    raise anything.
     """
     from accelerate.commands import launch
     from accelerate.utils import launch as prepare
@@ -204,7 +210,10 @@ def _environment(file: Path, settings: Any, num_processes: int | None) -> dict[s
 
 @contextlib.contextmanager
 def _preserve_logging() -> Iterator[None]:
-    """Restore the kernel's logging, which Accelerate's launcher configures on its import."""
+    """Restore the kernel's logging when the block ends; warnings inside it are ignored.
+
+    Accelerate's launcher configures logging on its import.
+    """
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

@@ -38,7 +38,12 @@ class AccelerateObject:
 
 
 def find_single_process_objects(task: Task) -> Iterator[AccelerateObject]:
-    """Yield the objects that the notebook made for one process, one for each variable."""
+    """Yield Accelerate's objects and Trainers of a task that were made for one process.
+
+    An Accelerator, AcceleratorState, a loader, optimizer or scheduler that it prepared, or a
+    transformers `Trainer`; the first of each variable. Nothing while Accelerate has no state in
+    this process.
+    """
     variables: set[str] = set()
     for reference in references(task) if has_state() else ():
         variable = reference.name.partition(".")[0].partition("[")[0]
@@ -57,7 +62,7 @@ def find_single_process_objects(task: Task) -> Iterator[AccelerateObject]:
 
 
 def state_holders(task: Task) -> list[Any]:
-    """Return the objects of a task that show Accelerate's state of their process."""
+    """Return a task's objects that show Accelerate's state: PartialState, TrainingArguments."""
     return [r.value for r in references(task) if _shows_state(r.value)]
 
 
@@ -80,14 +85,20 @@ def state_precision() -> str:
 
 
 def reset_state() -> None:
-    """Clear the state. Accelerate (1.15) makes a new one when it is needed next."""
+    """Clear Accelerate's state. Accelerate (1.15) makes a new one when it is needed next.
+
+    Raises `KeyError` if Accelerate's module of states is not loaded.
+    """
     module: Any = sys.modules["accelerate.state"]
     module.AcceleratorState._reset_state(reset_partial_state=True)
     module.GradientState._reset_state()
 
 
 def make_state() -> None:
-    """Make the state of this rank, for objects of the notebook that share it."""
+    """Make the state of this rank, for objects of the notebook that share it.
+
+    Accelerate joins the process group then, as for any first use.
+    """
     module: Any = sys.modules["accelerate.state"]
     module.PartialState()
 
@@ -99,7 +110,7 @@ def is_shared_state(value: Any) -> bool:
 
 
 def shared_state() -> Any:
-    """Return a `PartialState` without making the state that it will show."""
+    """Return a new `PartialState` object without making the state that it will show."""
     from accelerate.state import PartialState
 
     state = object.__new__(PartialState)

@@ -17,7 +17,10 @@ from .source_names import bound_names
 
 
 def read_cell(source: str, filename: str, namespace: dict[str, Any], flags: int = 0) -> Cell:
-    """Read a cell, and its training function if it ends in one. Raises the cell's SyntaxError."""
+    """Read a cell, and its training function if it ends in one. Runs nothing.
+
+    Raises the cell's `SyntaxError`, and `PlanError` for an empty cell. `flags` are the compiler's.
+    """
     tree = ast.parse(source, filename)
     # The parser does not find all errors ('return' outside a function); the compiler does.
     compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | flags, dont_inherit=True)
@@ -26,10 +29,10 @@ def read_cell(source: str, filename: str, namespace: dict[str, Any], flags: int 
         raise PlanError("the cell is empty, so there is nothing to run")
     if not isinstance(last, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return Cell(source, filename, namespace, flags=flags)
-    return Cell(source, filename, namespace, last.name, _parameters(last.args), flags)
+    return Cell(source, filename, namespace, last.name, _read_parameters(last.args), flags)
 
 
-def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
+def _read_parameters(args: ast.arguments) -> tuple[Parameter, ...]:
     """Return the parameters of a function, each with the source of its default."""
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)
@@ -43,7 +46,8 @@ def _parameters(args: ast.arguments) -> tuple[Parameter, ...]:
 def check_parameters(cell: Cell) -> None:
     """Raise `PlanError` if parameters of the training function have neither value nor default.
 
-    The error names all of them, and the notebook's variables with similar names.
+    The error names all of them, and the notebook's variables with similar names. Nothing is raised
+    for a function with a decorator, or after a star import: either may supply the values.
     """
     bound = bound_names(cell.source, cell.filename)
     if "*" in bound:  # the names of a star import are known only after it has run
@@ -75,9 +79,12 @@ def name_with_lookalikes(name: str, known: Iterable[str]) -> str:
 
 
 def title(cell: Cell) -> str:
-    """Return a title of the run: the function with its numbers, or a line of the cell."""
+    """Return a title of the run: the function with its numbers, else a script or a line.
+
+    Secrets in the line are masked; of a magic, only its name is in the title.
+    """
     if cell.function is None:
-        if script := _script(cell):
+        if script := _find_script(cell):
             return shorten(script, 60)
         first = _first_statement(cell.source)
         if magic := _MAGIC.match(first):  # its arguments may be secrets
@@ -88,7 +95,10 @@ def title(cell: Cell) -> str:
 
 
 def _first_statement(source: str) -> str:
-    """Return the first statement that is no import, from the beginning of its first line."""
+    """Return the first statement that is no import, from the beginning of its first line.
+
+    Magics do not count either. The first statement if there are only such ones.
+    """
     lines = source.split("\n")  # not `splitlines`: ast counts lines by \n only
     skipped = ("import ", "from ", "get_ipython()")
     nodes = ast.parse(source).body
@@ -97,8 +107,11 @@ def _first_statement(source: str) -> str:
 
 
 def number_of_untitled(task: Task, name: str) -> int | None:
-    """Return the number of a cell that has no function or script, and whose run has no name."""
-    if not isinstance(task, Cell) or task.function is not None or _script(task):
+    """Return the number of a cell without function or script whose run has no name; else None.
+
+    The run has no name if `name` is the `title` of the cell.
+    """
+    if not isinstance(task, Cell) or task.function is not None or _find_script(task):
         return None
     return task.number if name == title(task) else None
 
@@ -108,8 +121,11 @@ _MAGIC = re.compile(r"\s*get_ipython\(\)\.(run_line_magic|system)\('(\w+)")
 _RUN = re.compile(r"^get_ipython\(\)\.run_line_magic\('run', '(?:-\S+ (?:\d+ )?)*([^ '\"]+)")
 
 
-def _script(cell: Cell) -> str:
-    """Return the file of a cell that only runs a script (``%run train.py``), else ""."""
+def _find_script(cell: Cell) -> str:
+    """Return the file's name of a cell that only runs a script (``%run train.py``), else "".
+
+    Imports and comments may stand beside it.
+    """
     lines = [line for line in cell.source.splitlines() if line.strip()]
     statements = [line for line in lines if not line.startswith(("import ", "from ", "#"))]
     found = _RUN.match(statements[0]) if len(statements) == 1 else None
@@ -117,7 +133,11 @@ def _script(cell: Cell) -> str:
 
 
 def _describe_parameter(parameter: Parameter, namespace: dict[str, Any]) -> str:
-    """Return a parameter for the run's title: with its number, if it has a short one."""
+    """Return a parameter for the run's title: ``lr=0.01`` for a short number, else ``lr``.
+
+    Without a variable of the notebook, a default of at most 24 characters is shown unless it may be
+    a secret.
+    """
     name, text = parameter.name, parameter.default or ""
     if name in namespace:
         value = namespace[name]

@@ -77,7 +77,8 @@ _CELL_FIELDS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
 def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of `Plan` from the arguments of a launch that have the names of options.
 
-    Raises `PlanError` for a value of a wrong type: the user's function may have been meant.
+    Other arguments are ignored. Values are converted, but not checked for their range. Raises
+    `PlanError` for a value of a wrong type: the user's function may have been meant.
     """
     fields = {}
     for option in OPTIONS:
@@ -102,19 +103,20 @@ def split_launch_kwargs(
 ) -> tuple[dict[str, Any], dict[str, Any], list[Finding]]:
     """Split the keywords of a launch between it and a function with arguments of the same names.
 
-    Returns the function's keywords, the options, and notes. A value that does not fit the option
-    goes to the function. Raises `PlanError` if both may be meant, and for an unknown name.
+    Returns the function's keywords, the options, and notes. `kwargs` are the function's, `options`
+    those of the launch. A value that does not fit the option goes to the function. Raises
+    `PlanError` if both may be meant, and for an unknown name that resembles a known one.
     """
     name, own = getattr(function, "__name__", "the function"), dict(kwargs)
     left, notes = dict(options), list[Finding]()
-    parameters = _parameters(function)
+    parameters = _signature_parameters(function)
     by_name = dict(list(parameters.items())[len(args) :])
     for option in OPTIONS:
         key = option.argument
         value, parameter = left.get(key, option.default), by_name.get(key)
         if parameter is None or _is_default(value, option.default):
             continue
-        if not _fits(option, value):
+        if not _accepts(option, value):
             own[key] = left.pop(key)
             continue
         if parameter.default is parameter.empty:
@@ -131,13 +133,16 @@ def split_launch_kwargs(
                     f"To change that, write functools.partial({name}, {key}=...).",
                 )
             )
-    _check_keywords(name, _parameters(function, follow_wrapped=False), own)
+    _check_keywords(name, _signature_parameters(function, follow_wrapped=False), own)
     return own, left, notes
 
 
 def explain_shared_name(task: Task, key: str) -> str:
-    """Return how to pass an option's value to a function with an argument of that name; or ""."""
-    if not isinstance(task, Call) or key not in _parameters(task.function):
+    """Return how to pass a value to the function's argument that an option has the name of; or "".
+
+    "" if the task is a cell, or its function has no argument `key`.
+    """
+    if not isinstance(task, Call) or key not in _signature_parameters(task.function):
         return ""
     name = getattr(task.function, "__name__", "function")
     return (
@@ -147,23 +152,27 @@ def explain_shared_name(task: Task, key: str) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
+    """Return whether a value equals the default. False if the comparison raises."""
     with suppress(Exception):  # the comparison of an array is no bool
         return value is default or bool(value == default)
     return False
 
 
-def _parameters(
+def _signature_parameters(
     function: Callable[..., Any], *, follow_wrapped: bool = True
 ) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters: those of the wrapped one, or of the outermost decorator."""
+    """Return a function's parameters: those of the wrapped one, or of the outermost decorator.
+
+    Empty for a function whose signature is unknown, as of many in C.
+    """
     try:
         return dict(inspect.signature(function, follow_wrapped=follow_wrapped).parameters)
     except (TypeError, ValueError):  # written in C
         return {}
 
 
-def _fits(option: Option, value: Any) -> bool:
-    """Whether an option accepts a value."""
+def _accepts(option: Option, value: Any) -> bool:
+    """Return whether an option accepts a value. Never raises for a value of any type."""
     if option.types and not isinstance(value, option.types):
         return False
     try:
@@ -174,7 +183,10 @@ def _fits(option: Option, value: Any) -> bool:
 
 
 def _check_keywords(name: str, parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise `PlanError` for a keyword that the function lacks and that looks like a known name."""
+    """Raise `PlanError` for a keyword that the function lacks and that resembles a known name.
+
+    Other unknown keywords pass, and all do if the function takes any or its parameters are unknown.
+    """
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     for key in given.keys() - parameters.keys():
@@ -218,10 +230,10 @@ _RANK = ("rank", "local_rank", "global_rank", "gpu", "index", "process_index")
 def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given: Any) -> None:
     """Raise `PlanError` for a function that lacks its first argument, as one for `mp.spawn` does.
 
-    Such functions take their rank first, by any name. A decorator may supply arguments, so only
-    its own signature counts.
+    Such functions take their rank first, by any name. A decorator may supply arguments, so only its
+    own signature counts. A call that lacks other arguments passes.
     """
-    parameters = _parameters(function, follow_wrapped=False).values()
+    parameters = _signature_parameters(function, follow_wrapped=False).values()
     if not parameters or _fits_call(function, args, given):
         return
     call = Call(function, tuple(args), given)
@@ -246,13 +258,19 @@ def check_rank_argument(function: Callable[..., Any], args: Sequence[Any], given
 
 
 def call_with_rank(name: str, parameters: Sequence[str]) -> str:
-    """Return how every rank calls a function, with its rank as the first argument."""
+    """Return source that calls a function with its rank first: ``f(nbtrain.rank())``.
+
+    Other parameters are passed as variables of their names, except ``world_size``.
+    """
     known = {parameters[0]: "nbtrain.rank()", "world_size": "nbtrain.world_size()"}
     return f"{name}({', '.join(known.get(parameter, parameter) for parameter in parameters)})"
 
 
 def _fits_call(function: Callable[..., Any], args: Sequence[Any], given: Any) -> bool:
-    """Whether a function can be called with these arguments."""
+    """Return whether a function can be called with these arguments, without calling it.
+
+    Raises `ValueError` if its signature is unknown.
+    """
     try:
         inspect.signature(function, follow_wrapped=False).bind(*args, **given)
     except TypeError:
@@ -260,14 +278,17 @@ def _fits_call(function: Callable[..., Any], args: Sequence[Any], given: Any) ->
     return True
 
 
-def _reader(option: Option) -> Callable[[str], Any]:
-    """Return the function that argparse reads an option's text by."""
+def _make_reader(option: Option) -> Callable[[str], Any]:
+    """Return the function that argparse reads an option's text by.
+
+    It raises `ArgumentTypeError` with the option's own words.
+    """
 
     def read(text: str) -> Any:
         try:
             return None if option.none and text == option.none else option.read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(option.problem(text, option.none)) from None
+            raise argparse.ArgumentTypeError(option.describe_problem(text, option.none)) from None
 
     return read
 
@@ -294,10 +315,14 @@ def parser(
     prog: str = "%distributed",
     hint: str = " (%%distributed? shows the options)",
 ) -> OptionParser:
-    """Return a parser of the options with these fields. Its help documents them."""
+    """Make a parser of the options with these fields. Its help documents them.
+
+    `prog` and `hint` are the start and the end of its errors. Raises `KeyError` for a field that is
+    no option.
+    """
     result = OptionParser(prog, hint)
     for option in (_BY_FIELD[field] for field in fields):
-        traits: dict[str, Any] = {"metavar": option.metavar, "type": _reader(option)}
+        traits: dict[str, Any] = {"metavar": option.metavar, "type": _make_reader(option)}
         if option.is_switch:
             traits = {"action": "store_false" if option.default else "store_true"}
         elif option.repeats:
@@ -316,7 +341,10 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_parsed(parsed: argparse.Namespace) -> argparse.Namespace:
-    """Convert parsed options to the values of `Plan`'s fields. Raises `PlanError`."""
+    """Convert parsed options, in place, to the values of `Plan`'s fields; return them.
+
+    Raises `PlanError` for one out of range. Attributes that are no options stay.
+    """
     for name, value in vars(parsed).items():
         if (option := _BY_FIELD.get(name)) is not None:
             setattr(parsed, name, option.convert(value))
@@ -325,10 +353,11 @@ def check_parsed(parsed: argparse.Namespace) -> argparse.Namespace:
 
 
 def split_options(line: str, more_flags: Collection[str] = ()) -> tuple[str, str]:
-    """Split a line magic's text into its options and the expression behind them.
+    """Split a line magic's text into its options and the expression behind them, "" without one.
 
     The expression begins at the first word that is neither an option nor its value, or behind
-    ``--``. `more_flags` are flags without a value that `OPTIONS` does not contain.
+    ``--``. `more_flags` are flags without a value that `OPTIONS` does not contain. Options are not
+    checked: an unknown flag is assumed to have a value.
     """
     switches = {flag for o in OPTIONS if o.is_switch for flag in o.flags.split()}
     position, expects_value = 0, False

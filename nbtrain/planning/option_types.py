@@ -62,13 +62,16 @@ DISABLED = "NBTRAIN_DISABLE"
 
 
 def read_disabled(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names in the variable, ``max_restarts`` for ``--max-restarts``."""
+    """Return the names in the variable `DISABLED`, ``max_restarts`` for ``--max-restarts``.
+
+    Names are not checked. Empty if it is not set.
+    """
     words = re.split(r"[\s,]+", env.get(DISABLED, ""))
     return [word.lstrip("-").replace("-", "_") for word in words if word]
 
 
 def check_allowed(name: str, label: str) -> None:
-    """Raise `PlanError` for what is switched off on this host."""
+    """Raise `PlanError` if `name` is switched off on this host; `label` names it in the error."""
     if name in read_disabled():
         raise PlanError(f"{label} is switched off on this host, by the variable {DISABLED}")
 
@@ -129,7 +132,11 @@ class Option:
         return self.nargs is not None or self.field == "env"
 
     def check(self, value: Any, label: str) -> None:
-        """Raise `PlanError` for a field's value that is out of range."""
+        """Raise `PlanError` for a field's value that is out of range or switched off on this host.
+
+        Also if the option's part is not installed. `label` names the option in the error. A default
+        is not checked.
+        """
         if value is self.default:  # most are, and each cell makes a few plans
             return
         if value != self.default:
@@ -143,10 +150,14 @@ class Option:
         for item in items:
             if not (self.must_be[1](item) or (item is None and self.may_be_none)):
                 none = self.none if label.startswith("-") else "None"
-                raise PlanError(f"{label} {self.problem(item, none)}")
+                raise PlanError(f"{label} {self.describe_problem(item, none)}")
 
-    def problem(self, value: Any, none: str) -> str:
-        """Return what is wrong with a value. `none` is the user's spelling of None."""
+    def describe_problem(self, value: Any, none: str) -> str:
+        """Describe what is wrong with a value that does not fit; does not check that.
+
+        `none` is the user's spelling of None ("" leaves it out). The text continues a sentence that
+        begins with the option: "must be one of a, b or off, not 'c'".
+        """
         choice = f" or {none}" if none and self.may_be_none else ""
         known = (self.metavar or "").split("|") if self.must_be[0].startswith("one of") else ()
         guess = did_you_mean(value, known) if isinstance(value, str) else ""
@@ -184,6 +195,7 @@ SECONDS: dict[str, Any] = {
 
 
 def is_resource(item: tuple[str, Any]) -> bool:
+    """Return whether a pair is a resource's name and its amount, which is whole for a GPU."""
     name, amount = item
     is_amount = isinstance(amount, (int, float)) and 0 <= amount < 1e15
     return is_amount and (name != "GPU" or amount % 1 == 0)
@@ -202,6 +214,7 @@ def is_whole(number: Any, least: int = 1) -> bool:
 
 
 def is_environment(pair: tuple[Any, Any]) -> bool:
+    """Return whether a pair of texts is a valid environment variable and its value."""
     key, value = pair
     texts = isinstance(key, str) and isinstance(value, str)
     return texts and key != "" and "=" not in key and "\0" not in key + value
@@ -211,7 +224,10 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def check_environment(env: Mapping[str, str]) -> None:
-    """Raise `PlanError` for variables that would keep ranks from joining each other."""
+    """Raise `PlanError` for variables that would keep ranks from joining each other.
+
+    These are ranks and world sizes, and a MASTER_PORT that is no port.
+    """
     for name in _RANK_VARIABLES:
         if name in env:
             raise PlanError(
@@ -224,6 +240,7 @@ def check_environment(env: Mapping[str, str]) -> None:
 
 
 def read_pair(text: str) -> tuple[str, str]:
+    """Split ``KEY=VALUE`` at the first equals sign. Raises `ValueError` without one."""
     key, equals, value = text.partition("=")
     if not equals:
         raise ValueError
@@ -241,7 +258,7 @@ def is_range(pair: Any) -> bool:
 
 
 def split_names(texts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names in texts, where commas or spaces separate them."""
+    """Return the names in texts, each once, where commas or spaces separate them."""
     texts = [texts] if isinstance(texts, str) else texts
     return tuple(
         dict.fromkeys(name for text in texts for name in re.split(r"[,\s]+", text) if name)
@@ -254,7 +271,7 @@ def variable_name(text: str) -> str:
 
 
 def read_variables(texts: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the names of variables in texts."""
+    """Return the names of variables in texts, each once, in Python's spelling. Checks no name."""
     return tuple(dict.fromkeys(map(variable_name, split_names(texts))))
 
 
@@ -266,7 +283,7 @@ class Secret(str):
 
 
 def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
-    """Return texts as secrets."""
+    """Return texts as secrets, each once and without spaces around; () for None."""
     texts = [texts] if isinstance(texts, str) else texts or ()
     return tuple(dict.fromkeys(Secret(str(text).strip()) for text in texts))
 
@@ -274,7 +291,8 @@ def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
 def read_sources(asked: str | Iterable[str]) -> tuple[Source, ...]:
     """Return the sources of telemetry for ``"all"``, ``"none"``, names, or names with a minus.
 
-    A name with a minus is left out of all. Raises `PlanError` for an unknown name.
+    Only if all names have a minus, these are left out of all; beside others, they are ignored.
+    Raises `PlanError` for an unknown name, and for a text without names.
     """
     if asked == "all":
         return SOURCES

@@ -30,7 +30,10 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of a run of the function, which may be any callable."""
+        """Return the name of a run of the function, which may be any callable.
+
+        That of its class if it has no name; a partial has the name of its function.
+        """
         function: Any = self.function
         while type(function) is partial:
             function = function.func

@@ -79,7 +79,11 @@ _SECRET_SHAPE = re.compile(
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Return whether a text, bytes or a number is a secret, by its name or its shape."""
+    """Return whether a text, bytes or a number is a secret, by its name or its shape.
+
+    False for other types, empty texts, and ordinary words such as ``none``. Only the first 10,000
+    characters count.
+    """
     plain, is_named = _read_name(name)
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value[:10_000]).decode("latin-1")
@@ -125,7 +129,10 @@ _SHAPE_START = re.compile(
 
 
 def mask_text(text: str) -> str:
-    """Return a text that is no source, such as an error's, with ``…`` in place of its secrets."""
+    """Return a text that is no source, such as an error's, with ``…`` in place of its secrets.
+
+    The start of a secret stays if it shows the kind, such as ``https://…@``.
+    """
 
     def mask_shape(match: re.Match[str]) -> str:
         start = _SHAPE_START.match(match[0])
@@ -158,8 +165,11 @@ _UNNAMED_PARTS = (
 """Expressions whose parts have the name of the whole."""
 
 
-def _children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
-    """Yield the parts of a node of a source, each with the name of what gets its value."""
+def _named_children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, str]]:
+    """Yield the parts of a node of a source, each with the name of what gets its value.
+
+    `name` is that of the node's own value. "" if a part has no name; a part may be None.
+    """
     match node:
         case ast.Assign(targets=targets, value=ast.Tuple(elts=values) | ast.List(elts=values)) if (
             all(
@@ -215,7 +225,10 @@ def _choose_name(name: str, whole: str) -> str:
 
 
 def _pair_with_keys(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:
-    """Yield nodes with their names. A text may name the next one: ``setdefault("KEY", "…")``."""
+    """Yield nodes with their names. A text may name the next one: ``setdefault("KEY", "…")``.
+
+    Others have `name`; with None, a text names nothing, and theirs is "".
+    """
     before, kinds = "", (_SECRET_NAME, _TOKEN_NAME, _KEY_NAME)
     for node in nodes:
         is_naming = any(kind.search(_read_name(before)[0]) for kind in kinds)
@@ -224,12 +237,16 @@ def _pair_with_keys(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[a
 
 
 def _text_name(node: ast.expr) -> str:
+    """Return the text of a node if it may be a name: letters, digits, ``_`` and ``-``; else ""."""
     value = node.value if isinstance(node, ast.Constant) else None
     return value if isinstance(value, str) and re.fullmatch(r"[\w-]+", value) else ""
 
 
 def _name_of(node: ast.expr) -> str:
-    """Return the last name of an expression: ``token`` for ``config["token"]``; or ""."""
+    """Return the last name of an expression: ``token`` for ``config["token"]``; or "".
+
+    The text itself for a literal text.
+    """
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -241,7 +258,10 @@ def _name_of(node: ast.expr) -> str:
 
 
 def _find_secrets(node: ast.AST | None, name: str, test: _Test, until: int) -> list[_Literal]:
-    """Return the secrets below a node in the lines of a source up to `until`."""
+    """Return the secrets below a node in the lines of a source up to `until`, tested by `test`.
+
+    A text that is joined of several parts is one secret.
+    """
     if node is None or getattr(node, "lineno", 0) > until:
         return []
     if isinstance(node, ast.Constant):
@@ -251,7 +271,7 @@ def _find_secrets(node: ast.AST | None, name: str, test: _Test, until: int) -> l
         return []
     found = [
         each
-        for child, its_name in _children(node, name)
+        for child, its_name in _named_children(node, name)
         for each in _find_secrets(child, its_name, test, until)
     ]
     # The parts of a JoinedStr have no places of their own in Python 3.11.
@@ -290,7 +310,8 @@ def _replace_secrets(
 ) -> str:
     """Return a source with its secrets replaced, and with ``…`` for those in comments.
 
-    Raises `SyntaxError`, `ValueError` or `RecursionError` if Python cannot parse it.
+    `replace` gets a secret and its source, and returns new source. Lines after `until` stay. Raises
+    `SyntaxError`, `ValueError` or `RecursionError` if Python cannot parse it.
     """
     lines = [line.encode() for line in source.split("\n")]  # ast counts bytes in lines
     starts = [0]
@@ -303,7 +324,7 @@ def _replace_secrets(
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
         spans.append((start, end, replace(literal, content[start:end].decode()).encode()))
-    for (row, column), comment in _comments(source, until) if "#" in source else ():
+    for (row, column), comment in _find_comments(source, until) if "#" in source else ():
         start = starts[row - 1] + len(lines[row - 1].decode()[:column].encode())
         new = " ".join("…" if _RANDOM_TEXT.fullmatch(w) else w for w in comment.split(" "))
         spans.append((start, start + len(comment.encode()), mask_text(new).encode()))
@@ -312,8 +333,11 @@ def _replace_secrets(
     return content.decode()
 
 
-def _comments(source: str, until: int) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield the comments of a source up to a line, each with its position."""
+def _find_comments(source: str, until: int) -> Iterator[tuple[tuple[int, int], str]]:
+    """Yield the comments of a source up to a line, each with its row (from 1) and column.
+
+    Ends early, without an error, where Python cannot read the source.
+    """
     with contextlib.suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.start[0] > until:
@@ -326,7 +350,7 @@ def mask_source(source: str, until: int = sys.maxsize) -> str:
     """Return a source with ``…`` in place of each text that is or may be a secret.
 
     Its lines keep their numbers; those after `until` are not changed. A source that Python cannot
-    parse is masked whole: its texts cannot be found.
+    parse is masked whole: its texts cannot be found. Never raises for a source.
     """
 
     def may_be_secret(name: str, value: Value) -> bool:
@@ -350,7 +374,9 @@ def mask_source(source: str, until: int = sys.maxsize) -> str:
 def move_secrets_to_environment(source: str) -> tuple[str, set[str]]:
     """Return a source that reads its secrets from the environment, and the variables' names.
 
-    Raises `SyntaxError`, `ValueError` or `RecursionError` if Python cannot parse it.
+    Does not set the variables, or import ``os``. Equal secrets of one name share a variable; those
+    in comments become ``…``. Raises `SyntaxError`, `ValueError` or `RecursionError` if Python
+    cannot parse it.
     """
     variables: dict[str, Value] = {}
 

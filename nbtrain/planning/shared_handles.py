@@ -52,7 +52,10 @@ class SharedHandle(NamedTuple):
 
 
 def find_shared_handles(task: Task) -> list[SharedHandle]:
-    """Return what ranks that are forked would share, each once."""
+    """Return what ranks that are forked would share, each once: open handles and threads.
+
+    A value that raises when it is read is left out.
+    """
     found: dict[int, SharedHandle] = {}
     task_references = references(task)
     by_name = {reference.name: reference.value for reference in task_references}
@@ -60,7 +63,7 @@ def find_shared_handles(task: Task) -> list[SharedHandle]:
         # A handle may be closed, detached, or of another thread; an object may raise anything.
         with suppress(Exception):
             for name, value in ((reference.name, reference.value), *_loader_contents(reference)):
-                kind = _kind(value)
+                kind = _find_shared_kind(value)
                 if kind == "process":
                     name = _PROCESS_PATH.sub("", name)
                     owner_classes = type(by_name.get(name)).__mro__
@@ -69,7 +72,7 @@ def find_shared_handles(task: Task) -> list[SharedHandle]:
                 if kind is not None:
                     found.setdefault(id(value), SharedHandle(name, kind))
     handles = {handle.name: handle for handle in found.values()}
-    threads = _threads_and_queues()
+    threads = _find_threads_and_queues()
     for reference in task_references if threads else ():
         with suppress(Exception):
             if reference.name not in handles:
@@ -80,7 +83,7 @@ def find_shared_handles(task: Task) -> list[SharedHandle]:
     return list(handles.values())
 
 
-def _threads_and_queues() -> dict[int, threading.Thread]:
+def _find_threads_and_queues() -> dict[int, threading.Thread]:
     """Return the notebook's threads by their ids, and by the ids of the queues that they read.
 
     Threads that read a queue of `multiprocessing` are left out: it brings them what ranks put into
@@ -102,9 +105,10 @@ def _threads_and_queues() -> dict[int, threading.Thread]:
 def _find_thread(
     value: Any, threads: Mapping[int, threading.Thread], variables: dict[str, Any]
 ) -> threading.Thread | None:
-    """Return the first of these threads that a value contains, or whose queue it contains.
+    """Return the first of these threads that a value contains itself, or by its queue; or None.
 
-    The search stops at the notebook's variables, which the shell contains.
+    Searches in breadth, up to MAX_THREAD_SEARCH_VALUES values, and stops at the notebook's
+    variables, which the shell contains.
     """
     level: list[Any] = [sys.modules["logging"].root if value is sys.modules["logging"] else value]
     seen: dict[int, Any] = {id(variables): variables}
@@ -113,13 +117,16 @@ def _find_thread(
             if id(each) in threads:
                 return threads[id(each)]
         seen |= {id(each): each for each in level}
-        parts = (part for each in level for part in _parts(each) if id(part) not in seen)
+        parts = (part for each in level for part in _searched_parts(each) if id(part) not in seen)
         level = list(islice(parts, max(0, MAX_THREAD_SEARCH_VALUES - len(seen))))
     return None
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """Yield the items and attributes of a value without plain ones: numbers may be a data set."""
+def _searched_parts(value: Any) -> Iterator[Any]:
+    """Yield the items and attributes of a value without plain ones: numbers may be a data set.
+
+    Nothing for models, classes, modules and functions.
+    """
     cls = type(value)
     parts: Iterable[Any] = ()
     if is_model(value) or issubclass(cls, (type, ModuleType, FunctionType)):
@@ -134,7 +141,10 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _loader_contents(reference: Reference) -> Iterator[tuple[str, Any]]:
-    """Yield what a loader's data set contains: the search for references skips torch's objects."""
+    """Yield what a loader's data set contains, with names; nothing for another value.
+
+    The search for references skips torch's objects.
+    """
     name, value = reference.name, reference.value
     for _ in range(MAX_CONTAINER_DEPTH):
         is_data = module_of(type(value)).startswith("torch.utils.data")
@@ -145,8 +155,12 @@ def _loader_contents(reference: Reference) -> Iterator[tuple[str, Any]]:
         yield from ((name + path, part) for path, part in contained_values(value).items())
 
 
-def _kind(value: Any) -> Kind | None:
-    """Return what a value is that a forked rank cannot share with the notebook, if it is."""
+def _find_shared_kind(value: Any) -> Kind | None:
+    """Return what a value is that a forked rank cannot share with the notebook; None for others.
+
+    A closed handle, an ended process and a database in memory are such others. Raises what the
+    value raises, as for a connection of another thread.
+    """
     # By its type: reading ``__class__`` of a proxy may end the kernel.
     cls, sqlite = type(value), sys.modules.get("sqlite3")
     if sqlite is not None and issubclass(cls, sqlite.Connection):
@@ -167,6 +181,10 @@ def _kind(value: Any) -> Kind | None:
 
 
 def _is_read_pipe(descriptor: int) -> bool:
+    """Return whether a descriptor is a pipe that is read, and not one of the standard three.
+
+    Raises `OSError` for a closed descriptor.
+    """
     import fcntl  # Windows has none, and forks nothing
 
     is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY

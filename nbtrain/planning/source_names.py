@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 
 def bound_names(source: str, filename: str = "<cell>") -> set[str]:
-    """Return the names that a cell may bind at its top level, and ``*`` for a star import."""
+    """Return the names that a cell may bind at its top level, and ``*`` for a star import.
+
+    Also those that its functions declare global. Raises `SyntaxError`.
+    """
     table = symtable.symtable(source, filename, "exec")
     names = {
         s.get_name()
@@ -30,8 +33,9 @@ def bound_names(source: str, filename: str = "<cell>") -> set[str]:
 def names_read(source: str, filename: str = "<cell>") -> set[str]:
     """Return the names that a cell may take from the notebook, those of its functions included.
 
-    A name that the cell binds before it first reads it is not among them; nor is a name that only
-    a text mentions (``globals()["x"]``, ``eval``).
+    Names of Python's builtins are among them. A name that the cell binds before it first reads it
+    is not; nor is a name that only a text mentions (``globals()["x"]``, ``eval``). Raises
+    `SyntaxError`.
     """
     table = symtable.symtable(source, filename, "exec")
     names = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
@@ -82,7 +86,7 @@ def _names_unseen_by_symtable(statement: ast.AST) -> Iterator[str]:
 
 
 def _names_loaded(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement may read before it binds its own."""
+    """Return the names that a statement may read before it binds its own, builtins included."""
     own: set[str] = set()
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         own = {statement.name}  # in its body; in its bases and defaults, it is not bound yet
@@ -100,7 +104,10 @@ def _names_loaded(statement: ast.stmt) -> set[str]:
 
 
 def always_bound_names(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement binds on every path."""
+    """Return the names that a statement binds on every path.
+
+    Empty for compound statements, except definitions and a ``for`` over a list that is not empty.
+    """
     match statement:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}

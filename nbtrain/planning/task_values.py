@@ -82,7 +82,11 @@ class Invocation:
     """What is called if that is no Python function."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments by parameter, ``argument3`` for one without a parameter's name."""
+        """Return the arguments by parameter, ``argument3`` for one without a parameter's name.
+
+        Those that are bound come first. Keywords that are no identifiers are left out, and so are
+        defaults.
+        """
         names, _ = self._parameters()
         by_position = {
             names[i] if i < len(names) else f"argument{i}": v for i, v in enumerate(self.args)
@@ -90,11 +94,14 @@ class Invocation:
         return {**by_position, **{n: v for n, v in self.kwargs.items() if n.isidentifier()}}
 
     def defaults(self) -> dict[str, Any]:
-        """Return the defaults of the parameters."""
+        """Return all defaults of the innermost function, also for parameters that are given."""
         return self._parameters()[1]
 
     def _parameters(self) -> tuple[tuple[str, ...], dict[str, Any]]:
-        """Return the names of the function's positional parameters, and all defaults."""
+        """Return the names of the innermost function's positional parameters, and all its defaults.
+
+        Both are empty without a Python function.
+        """
         if not self.functions:
             return (), {}
         function = self.functions[-1]
@@ -107,7 +114,10 @@ class Invocation:
 def unwrap_call(
     value: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Invocation:
-    """Return a call without partials, methods, caches, and decorators that name what they wrap."""
+    """Return a call without partials, methods, caches, and decorators that name what they wrap.
+
+    Calls nothing. A value that is no callable is its `callee`, without functions.
+    """
     functions: list[FunctionType] = []
     named, owner = dict(kwargs or {}), None
     for _ in range(20):  # a function may name itself as what it wraps
@@ -132,7 +142,10 @@ def unwrap_call(
 
 
 def _unwrap_task(call: Call) -> Invocation:
-    """Return what a call will call: through wrappers, bound methods and classes."""
+    """Return what a call will call: through wrappers, bound methods, classes and callable objects.
+
+    Of a class, it is ``__init__`` with the class as its first argument.
+    """
     called = unwrap_call(call.function, call.args, call.kwargs)
     if called.functions:
         return called
@@ -155,7 +168,8 @@ def function_of(value: Any) -> FunctionType | None:
 def arguments(task: Task, *, with_defaults: bool = False) -> dict[str, Any]:
     """Return the arguments of the task's function by its parameters' names, before anything ran.
 
-    Of a cell's defaults only constants: the value of any other expression exists only in a rank.
+    Of a cell, these are the notebook's variables with such names. `with_defaults` adds defaults: of
+    a cell only constants, as the value of any other expression exists only in a rank.
     """
     if isinstance(task, Cell):
         values: dict[str, Any] = {}
@@ -171,7 +185,11 @@ def arguments(task: Task, *, with_defaults: bool = False) -> dict[str, Any]:
 
 
 def variables(cell: Cell) -> dict[str, Any]:
-    """Return the notebook's variables that a cell reads, those of its parameters included."""
+    """Return the notebook's variables that a cell reads, those of its parameters included, sorted.
+
+    Those that only its functions' callees read are not among them: see `all_variables`. With a
+    syntax error, only the parameters'.
+    """
     names = {parameter.name for parameter in cell.parameters}
     with suppress(SyntaxError):  # the ranks report it, at the line
         names |= names_read(cell.source, cell.filename)
@@ -179,14 +197,20 @@ def variables(cell: Cell) -> dict[str, Any]:
 
 
 def all_variables(cell: Cell) -> dict[str, Any]:
-    """Return the notebook's variables that a cell reads, and those that its functions read."""
+    """Return the notebook's variables that a cell reads, and those that its functions read, sorted.
+
+    Searches with `references`.
+    """
     found = {**{r.name: r.value for r in references(cell)}, **variables(cell)}
     notebook = cell.namespace
     return {n: v for n, v in sorted(found.items()) if n in notebook and notebook[n] is v}
 
 
 def namespace(task: Task) -> dict[str, Any]:
-    """Return the dictionary of a task's variables: the notebook's, or the function's module's."""
+    """Return the dictionary of a task's variables: the notebook's, or the function's module's.
+
+    It is the dictionary itself, no copy; a new, empty one for a callable that is not in Python.
+    """
     if isinstance(task, Cell):
         return task.namespace
     functions = _unwrap_task(task).functions
@@ -194,19 +218,28 @@ def namespace(task: Task) -> dict[str, Any]:
 
 
 def public(namespace: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the variables without a leading underscore. A namespace may have keys of any type."""
+    """Return a copy with the variables without a leading underscore.
+
+    A namespace may have keys of any type; others than texts are left out.
+    """
     items = list(namespace.items())
     return {name: value for name, value in items if type(name) is str and name[:1] != "_"}
 
 
 def named_values(task: Task) -> dict[str, Any]:
-    """Return all variables of a task and the arguments of its function, by name."""
+    """Return all variables of a task and the arguments of its function, by name.
+
+    An argument hides a variable. Also private names; keys that are no texts are left out.
+    """
     known = {**namespace(task), **arguments(task)}
     return {name: value for name, value in known.items() if type(name) is str}
 
 
 def visible(function: FunctionType) -> Mapping[str, Any]:
-    """Return the variables that a function can read: its globals, and those it closes over."""
+    """Return the variables that a function can read: its globals, and those it closes over.
+
+    Without a closure, it is the function's own dictionary of globals.
+    """
     if not function.__closure__:
         return function.__globals__
     values = dict(function.__globals__)
@@ -219,7 +252,10 @@ def visible(function: FunctionType) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1 << 10)  # forked ranks inherit it
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that a function reads, and those of functions within it."""
+    """Return the global names that a code reads, writes or deletes, also in functions within it.
+
+    In order, with repetitions. Attributes are not among them. Cached.
+    """
     return tuple(
         step.argval
         for part in code_within(code)
@@ -262,7 +298,8 @@ def instance_dict(value: Any) -> dict[Any, Any]:
 def is_pickled_by_value(value: Any) -> bool:
     """Return whether a fresh process is sent a callable or a class itself, and imports nothing.
 
-    That is cloudpickle's rule: its module is the notebook, or does not contain it.
+    That is cloudpickle's rule: its module is the notebook, or does not contain it. For another
+    value, its class counts; for a partial or method, the function. False for builtins.
     """
     while type(value) in (functools.partial, MethodType, staticmethod, classmethod):
         value = value.func if type(value) is functools.partial else value.__func__
@@ -278,17 +315,21 @@ def is_pickled_by_value(value: Any) -> bool:
 
 
 def references(task: Task) -> list[Reference]:
-    """Return the values that a task refers to, each once, nearest first."""
-    return task.references or _find_references(task)
+    """Return the values that a task refers to, each once, nearest first.
+
+    Searches for them, unless `keep_references` keeps the result.
+    """
+    return task.references or _search_references(task)
 
 
 def keep_references(task: Task) -> None:
     """Find what a task refers to, and keep it with the task until `forget_references`.
 
-    A search takes 40 ms for 10,000 values, and several checks and observers need the result.
+    Does nothing if it is kept. A search takes 40 ms for 10,000 values, and several checks and
+    observers need the result.
     """
     if not task.references:
-        task.references.extend(_find_references(task))
+        task.references.extend(_search_references(task))
 
 
 def forget_references(task: Task) -> None:
@@ -296,8 +337,13 @@ def forget_references(task: Task) -> None:
     task.references.clear()
 
 
-def _find_references(task: Task) -> list[Reference]:
-    """Return each value that a task refers to, once, with the shortest name for it."""
+def _search_references(task: Task) -> list[Reference]:
+    """Search what a task refers to, and what that contains; each object once, nearest first.
+
+    Starts with arguments and variables (of a cell), or with what the function is bound to. Plain
+    values (numbers, texts) are left out. A name that is used twice gets " (2)". A part that raises
+    while it is read is skipped.
+    """
     lookups: list[tuple[str, Any]] = []
     if isinstance(task, Cell):
         roots = [*arguments(task).items(), *variables(task).items()]
@@ -326,12 +372,17 @@ def _find_references(task: Task) -> list[Reference]:
             unique = name if names[name] == 1 else f"{name} ({names[name]})"
             found.append(Reference(unique, value, is_shared))
             with suppress(Exception):  # an object that raises when it is read ends no launch
-                waiting.extend(_parts(unique, value, depth))
+                waiting.extend(_referenced_parts(unique, value, depth))
     return found
 
 
-def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
-    """Yield what a value refers to, by name and with the number of containers around it."""
+def _referenced_parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield what a value refers to, by name and with the number of containers around it.
+
+    Of a callable, its arguments and what it reads; of a class, its bases and members; of others,
+    their class and contents, down to MAX_CONTAINER_DEPTH. An imported function's reads and an
+    imported class's members are left out.
+    """
     if type(value) in _CALLABLE:
         called = unwrap_call(value)
         values = _bound_values(called, f"{name}.")
@@ -353,13 +404,19 @@ def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
 
 
 def _bound_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
-    """Return the arguments of a callable, and the object that is called."""
+    """Return the arguments of a callable, and the object that is called, which may be None.
+
+    Their names begin with `prefix`.
+    """
     values = [(prefix + name, value) for name, value in called.arguments().items()]
     return [*values, (f"{prefix}function", called.callee)]
 
 
 def _looked_up_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
-    """Return the defaults of a callable, and its functions with what they read."""
+    """Return the defaults of a callable, and its functions with the variables that they read.
+
+    A variable that does not exist yet is left out. Only defaults get the `prefix`.
+    """
     values = [(prefix + name, value) for name, value in called.defaults().items()]
     for function in called.functions:
         known, code = visible(function), function.__code__
@@ -369,9 +426,10 @@ def _looked_up_values(called: Invocation, prefix: str) -> list[tuple[str, Any]]:
 
 
 def owner_name(call: Call) -> str:
-    """Return the notebook's name for the object of a bound method; "" if there is none.
+    """Return the notebook's name for the object of a bound method; "" if it has no public name.
 
-    Only the notebook's process can look it up: a fresh process gets it with the call.
+    Also "" for another function. Only the notebook's process can look it up: a fresh process gets
+    it with the call.
     """
     owner = _unwrap_task(call).owner
     if call.owner or owner is None:
@@ -384,7 +442,10 @@ def owner_name(call: Call) -> str:
 
 
 def expression_of(call: Call) -> str:
-    """Return how the notebook can write a call's function, by its name or a variable; else ""."""
+    """Return how the notebook can write a call's function, by its name or a variable; else "".
+
+    The name of a plain function is not looked up.
+    """
     function: Any = call.function
     name = getattr(function, "__name__", "")
     if type(function) is FunctionType and name.isidentifier():
@@ -399,7 +460,8 @@ def expression_of(call: Call) -> str:
 def contained_values(value: Any) -> dict[str, Any]:
     """Return the first of what a list, a dict or an object contains, by ``[0]``, ``['a']``, ``.a``.
 
-    A model is not searched: it is copied back as a whole.
+    Up to MAX_CONTAINED_VALUES of each. Empty for models, which are copied back as a whole, for
+    classes and modules, and for objects of torch, IPython and the like.
     """
     cls, parts = type(value), dict[str, Any]()
     package = module_of(cls).partition(".")[0]
@@ -451,9 +513,9 @@ def models(task: Task) -> dict[str, Any]:
 def synced_objects(plan: Plan) -> dict[str, Any]:
     """Return the notebook's objects that get the ranks' state after the run, by name.
 
-    These are models, optimizers and schedulers: those that `Plan.out` names and, with `Plan.sync`,
-    those that the task refers to. Any other variable of `Plan.out` comes back as a new value.
-    Models come first, then optimizers, then schedulers.
+    These are models, optimizers and schedulers, in that order: those that `Plan.out` names and,
+    with `Plan.sync`, those that the task refers to. Any other variable of `Plan.out` comes back as
+    a new value. An object with two names has its first one only.
     """
     known = named_values(plan.task)
     pairs = [(name, known.get(name)) for name in plan.out]
@@ -470,7 +532,11 @@ def synced_objects(plan: Plan) -> dict[str, Any]:
 
 
 def unsynced_models(plan: Plan) -> dict[str, Any]:
-    """Return the notebook's other models by name: its variables, and what those contain."""
+    """Return the notebook's models that do not get the ranks' state, by name.
+
+    These are variables, and what those contain. Empty without `Plan.sync`; names in `Plan.out` and
+    private ones are left out.
+    """
     if not plan.sync:
         return {}
     variables = namespace(plan.task)
@@ -501,8 +567,11 @@ class HostNeeds(NamedTuple):
 
 
 def host_needs(task: Task) -> HostNeeds:
-    """Return what a task needs of the host, without running any of it."""
-    source = task.source if isinstance(task, Cell) else _source(function_of(task.function))
+    """Return what a task needs of the host, without running any of it.
+
+    The workers are the most that a loader or the source has.
+    """
+    source = task.source if isinstance(task, Cell) else _read_source(function_of(task.function))
     values = [reference.value for reference in references(task)]
     loader: Any = getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())
     loaders = [value for value in values if issubclass(type(value), loader)]
@@ -512,7 +581,7 @@ def host_needs(task: Task) -> HostNeeds:
 
 
 def _written_workers(source: str) -> Iterator[int]:
-    """Yield the numbers of workers that calls in a source write out."""
+    """Yield the numbers of workers that calls in a source write out. Ignores a syntax error."""
     with suppress(SyntaxError):  # a lambda in the middle of a call
         for node in ast.walk(ast.parse(source)):
             match node:
@@ -523,8 +592,8 @@ def _written_workers(source: str) -> Iterator[int]:
                     yield count
 
 
-def _source(function: FunctionType | None) -> str:
-    """Return the source of a function, or "" where it cannot be read."""
+def _read_source(function: FunctionType | None) -> str:
+    """Return the source of a function without its indentation; "" where it cannot be read."""
     if function is None:
         return ""
     try:
@@ -552,7 +621,7 @@ def source_lines(task: Task) -> list[str]:
         if home in own:
             members = vars(value).values() if is_class(value) else [value]
             for function in filter(None, map(function_of, members)):
-                lines += _source(function).splitlines()
+                lines += _read_source(function).splitlines()
         elif type(home) is str and (module := sys.modules.get(home)) is not None:
             file = vars(module).get("__file__")
             files |= {file: None} if type(file) is str and not is_library(file) else {}

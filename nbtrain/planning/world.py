@@ -69,7 +69,10 @@ class Rendezvous:
         return seconds
 
     def describe(self, ranks: int, name: str) -> str:
-        """Return which ranks this node has, and for node 0 also what to run on the others."""
+        """Return which ranks this node has, and for node 0 also what to run on the others.
+
+        `ranks` is the number on each node, `name` that of the function.
+        """
         from ..system.network import is_loopback  # loads socket, which not all ranks need
 
         first, last = self.node * ranks, (self.node + 1) * ranks - 1

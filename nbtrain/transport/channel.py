@@ -68,7 +68,7 @@ class Channel:
                 offset += os.sendfile(self._connection.fileno(), data, offset, size - offset)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Wait for the next message; return it and the descriptor that came with it, or None.
+        """Wait for the next message; return it and the descriptor that came with it, if any.
 
         The caller closes the descriptor. From another host, it is of a memory file with the content
         that was sent. Raises `EOFError` if the other end is closed or the connection fails, or if
@@ -141,7 +141,7 @@ class Listener:
             self.address = place, self._socket.getsockname()[1]
 
     def accept(self, timeout: float) -> Channel | None:
-        """Wait up to `timeout` seconds for a connection; return its channel, or None.
+        """Wait up to `timeout` seconds for a connection; return its channel if one came.
 
         The channel is not trusted yet: see `Channel.trust`. Raises `OSError` if this is closed.
         """

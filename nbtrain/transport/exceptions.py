@@ -103,9 +103,9 @@ def capture(
     """Turn an exception into data. Never raises, even if the exception's own methods do.
 
     Its cause, context and the members of a group are captured too, up to MAX_EXCEPTION_CHAIN. A
-    note names each attribute that cannot be copied. Without `pickles`, the instances are left
-    out: pickling may take long, and run the user's code. `shared` are classes that the notebook
-    has, too. `_seen` has the ids of the exceptions that led here.
+    note names each attribute that cannot be copied. Without `pickles`, the instances are left out:
+    pickling may take long, and run the user's code. `shared` are classes that the notebook has,
+    too. `_seen` has the ids of the exceptions that led here.
     """
     seen = _seen | {id(error)}
 
@@ -114,22 +114,22 @@ def capture(
             return None
         return capture(other, shared, pickles=pickles, _seen=seen)
 
-    pickled, left_out = _pickle(error, shared) if pickles else (None, ())
+    pickled, left_out = _pickle_exception(error, shared) if pickles else (None, ())
     return CapturedException(
         type_name=type(error).__name__,
         text=_safe_str(error),
         pickled=pickled,
-        frames=user_frames(_frames(error.__traceback__)),
-        notes=(*_notes(error), *left_out),
+        frames=user_frames(_list_frames(error.__traceback__)),
+        notes=(*_read_notes(error), *left_out),
         cause=capture_other(error.__cause__),
         # `raise … from e` sets both. Sent twice, each link would double the size of the chain.
         context=None if error.__context__ is error.__cause__ else capture_other(error.__context__),
         suppress_context=error.__suppress_context__,
-        members=tuple(m for e in _members(error) if (m := capture_other(e)) is not None),
+        members=tuple(m for e in _group_members(error) if (m := capture_other(e)) is not None),
     )
 
 
-def _members(error: BaseException) -> tuple[BaseException, ...]:
+def _group_members(error: BaseException) -> tuple[BaseException, ...]:
     """Return the first MAX_EXCEPTION_CHAIN exceptions of a group; () if it is not a group."""
     group: Any = getattr(builtins, "BaseExceptionGroup", ())  # not in Python 3.10
     if not issubclass(type(error), group):
@@ -138,7 +138,7 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
     return members[:MAX_EXCEPTION_CHAIN]
 
 
-def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
+def _list_frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
     """Yield the frames of a traceback, outermost first, with the exact place in each line.
 
     The columns are 0 if Python does not record them (before 3.11, or with ``-X no_debug_ranges``).
@@ -156,7 +156,7 @@ def _frames(tb: TracebackType | None) -> Iterator[TracebackFrame]:
         tb = tb.tb_next
 
 
-def _notes(error: BaseException) -> tuple[str, ...]:
+def _read_notes(error: BaseException) -> tuple[str, ...]:
     notes = getattr(error, "__notes__", ())
     return tuple(map(_safe_str, notes)) if isinstance(notes, (list, tuple)) else ()
 
@@ -180,10 +180,12 @@ def _strip_addresses(value: object) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", str(value))  # a copy has other addresses
 
 
-def _pickle(error: BaseException, shared: frozenset[type]) -> tuple[bytes | None, tuple[str, ...]]:
+def _pickle_exception(
+    error: BaseException, shared: frozenset[type]
+) -> tuple[bytes | None, tuple[str, ...]]:
     """Pickle an exception by its own reducer, else without its ``__init__``, else only in part.
 
-    Returns the bytes, or None if no form can be rebuilt, and a note for each attribute that was
+    Returns the bytes, if a form can be rebuilt here, and a note for each attribute that was
     left out, because it cannot be pickled. Does not change the exception. Never raises.
     """
     if (data := _dump_checked(error, error, shared)) is not None:
@@ -250,23 +252,23 @@ def restore(captured: CapturedException) -> BaseException:
 
     If the instance cannot be unpickled here, the result is a `RankError` with its text.
     """
-    error = _instance(captured)
+    error = _unpickle_instance(captured)
     if captured.notes:
         set_notes(error, list(captured.notes))
     error.__cause__ = restore(captured.cause) if captured.cause else None
     error.__context__ = restore(captured.context) if captured.context else error.__cause__
     error.__suppress_context__ = captured.suppress_context
     _restore_members(error, captured.members)
-    return error.with_traceback(_traceback(captured.frames))
+    return error.with_traceback(_make_traceback(captured.frames))
 
 
 def _restore_members(error: BaseException, members: tuple[CapturedException, ...]) -> None:
     """Give the exceptions of a group, which were pickled with it, what pickling drops.
 
-    These are notes, chains and tracebacks, in groups inside it, too. Does nothing if the numbers
-    of exceptions differ.
+    These are notes, chains and tracebacks, in groups inside it, too. Does nothing if the numbers of
+    exceptions differ.
     """
-    own = _members(error)
+    own = _group_members(error)
     for member, captured in zip(own, members, strict=False) if len(own) == len(members) else ():
         restored = restore(captured)
         set_notes(member, list(captured.notes))
@@ -281,7 +283,7 @@ def set_notes(error: BaseException, notes: list[str]) -> None:
     error.__notes__ = notes  # type: ignore[attr-defined,unused-ignore]
 
 
-def _instance(captured: CapturedException) -> BaseException:
+def _unpickle_instance(captured: CapturedException) -> BaseException:
     """Unpickle the exception, without its chain; if that fails, make a `RankError` of its text."""
     if captured.pickled is not None:
         try:
@@ -293,26 +295,26 @@ def _instance(captured: CapturedException) -> BaseException:
     return RankError(f"{captured.type_name}: {captured.text}", type_name=captured.type_name)
 
 
-def _traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
+def _make_traceback(frames: tuple[TracebackFrame, ...]) -> TracebackType | None:
     """Make a traceback of stand-in code that raises at the place of each frame.
 
-    None without frames. The globals of each stand-in frame have RANK_FRAME_MARK.
+    Without frames, there is no traceback. The globals of each stand-in frame have RANK_FRAME_MARK.
     """
     tb: TracebackType | None = None
     for frame in reversed(frames):
         try:
-            exec(_stub_code(frame), {"__name__": frame.function, RANK_FRAME_MARK: True})
+            exec(_compile_stub(frame), {"__name__": frame.function, RANK_FRAME_MARK: True})
         except StopIteration as raised:
             stub: Any = raised.__traceback__
             tb = TracebackType(tb, stub.tb_next.tb_frame, stub.tb_next.tb_lasti, frame.line)
     return tb
 
 
-def _stub_code(frame: TracebackFrame) -> CodeType:
+def _compile_stub(frame: TracebackFrame) -> CodeType:
     """Compile code that raises `StopIteration` at the frame's place.
 
-    Its file, function name and first line are the frame's. The module's code is not returned,
-    only that of the function.
+    Its file, function name and first line are the frame's. The module's code is not returned, only
+    that of the function.
     """
     tree = ast.parse("def stub(): raise StopIteration")
     for node in ast.walk(tree):
@@ -332,8 +334,8 @@ def _stub_code(frame: TracebackFrame) -> CodeType:
 def rank_frames(tb: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback that happened in a rank; None if no part did.
 
-    It begins at the first stand-in frame of `restore`, else below the last frame of nbtrain's
-    code that runs a rank in the kernel.
+    It begins at the first stand-in frame of `restore`, else below the last frame of nbtrain's code
+    that runs a rank in the kernel.
     """
     inner: TracebackType | None = None
     while tb is not None:

@@ -78,8 +78,8 @@ def file_size(folder: Path, name: str) -> int:
 def _end_line(folder: Path, name: str) -> None:
     """End the last line of a file, in case its writer was lost in the middle of it.
 
-    Otherwise the next attempt would append its first line to that one. Does nothing for a file
-    that is empty, missing or cannot be written.
+    Otherwise the next attempt would append its first line to that one. Does nothing for a file that
+    is empty, missing or cannot be written.
     """
     with contextlib.suppress(OSError), (folder / name).open("rb+") as file:
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":

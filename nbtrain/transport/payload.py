@@ -71,16 +71,16 @@ def pack(
 ) -> PackedPlan:
     """Pack a plan for other processes; `is_fresh` ones also get the random states and settings.
 
-    The caller closes the result. A plan that `leaves_host` does not contain multiprocessing's
-    key, which is for this host only. `there` maps the ids of values that the process already has
-    to their names: of these only the names are sent. Raises `PlanError` naming a variable that
-    cannot be sent.
+    The caller closes the result. A plan that `leaves_host` does not contain multiprocessing's key,
+    which is for this host only. `there` maps the ids of values that the process already has to
+    their names: of these only the names are sent. Raises `PlanError` naming a variable that cannot
+    be sent.
     """
     task = plan.task
     modules = _used_submodules(task) if isinstance(task, Cell) else []
     settings = process_state.collect(with_key=not leaves_host) if is_fresh else None
     if isinstance(task, Cell):
-        task = replace(task, namespace=needed_names(task))
+        task = replace(task, namespace=needed_variables(task))
         if "display" in task.source and hasattr(builtins, "display"):  # IPython adds it there
             task.namespace["__builtins__"] = {"display": builtins.display}
     else:
@@ -93,8 +93,8 @@ def pack_values(
 ) -> PackedPlan:
     """Pack values by name, without a task; the caller closes the result.
 
-    `states` are loaded into values that the process already has, which `there` maps by their ids
-    to their names. Raises `PlanError` naming a value that cannot be sent.
+    `states` are loaded into values that the process already has, which `there` maps by their ids to
+    their names. Raises `PlanError` naming a value that cannot be sent.
     """
     plan = Plan(Cell("", "", {**values, **({STATES: states} if states else {})}), "values")
     return _pack(plan, [], None, there)
@@ -115,7 +115,9 @@ def _pack(
     contents = (settings, [*modules], plan, *collected)
     packed = PackedPlan()
     try:
-        pickling: Any = types.SimpleNamespace(__name__=__name__, Pickler=_bind(Pickler, packing))
+        pickling: Any = types.SimpleNamespace(
+            __name__=__name__, Pickler=_with_packing(Pickler, packing)
+        )
         checks = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # they take half of the time
         try:
@@ -164,11 +166,11 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
     return plan, frozenset(cls for cls in arrived if main.get(cls.__qualname__) is cls)
 
 
-def needed_names(cell: Cell) -> dict[str, Any]:
+def needed_variables(cell: Cell) -> dict[str, Any]:
     """Return the variables that a cell reads of the notebook, by name, and that can leave it.
 
-    IPython's ``exit`` and ``quit`` are left out. Raises `PlanError` for a tensor that would
-    arrive without what it was computed from.
+    IPython's ``exit`` and ``quit`` are left out. Raises `PlanError` for a tensor that would arrive
+    without what it was computed from.
     """
     torch = sys.modules["torch"]
     needed = {n: value for n, value in variables(cell).items() if n not in _KERNEL_ONLY}
@@ -205,12 +207,12 @@ def _used_submodules(cell: Cell) -> list[str]:
 def _explain_failure(plan: Plan, packing: Packing, error: Exception) -> str:
     """Return which variable cannot be sent to another process, and what to do.
 
-    Pickles the variables again, one at a time, without tensors' data. If each can be sent, the
-    text says that they cannot be sent together, with `error`.
+    Pickles the variables again, one at a time, without tensors' data. If each can be sent, the text
+    states that they cannot be sent together, with `error`.
     """
 
     def dump(value: Any) -> None:
-        _bind(_Probe, packing)(io.BytesIO()).dump(value)
+        _with_packing(_Probe, packing)(io.BytesIO()).dump(value)
 
     task = plan.task
     candidates = {} if isinstance(task, Cell) else {task.name: task.function}
@@ -310,7 +312,7 @@ def _get_own_part(*part: str) -> Any:
     return get_part(part, _main_namespace())
 
 
-def _bind(cls: type[Pickler], packing: Packing) -> type[Pickler]:
+def _with_packing(cls: type[Pickler], packing: Packing) -> type[Pickler]:
     """Return a subclass with its packing, as `torch.save` wants it: made from only a file."""
     return type(cls.__name__, (cls,), {"packing": packing})
 
@@ -354,7 +356,7 @@ def check_can_leave_process(obj: Any) -> None:
 
 
 def _reduce(obj: Any, packing: Packing) -> Any:
-    """Return how to rebuild what cloudpickle and torch would not send, or not as well; else None.
+    """Return how to rebuild what cloudpickle and torch would not send, or not as well, if any.
 
     That is: Accelerate's shared state, an array of at least 64 KiB, and the notebook's cached
     functions and `NewType`. Adds a leaf tensor's gradient to `packing.grads`, and returns None.
@@ -393,7 +395,7 @@ def _make_cached(function: Any, parameters: dict[str, Any]) -> Any:
 def shell_of_rank() -> Any:
     """Return the IPython shell of this process, so that magics of the cell work in a rank.
 
-    Makes it if there is none: its namespace is ``__main__``, and it keeps no history.
+    Makes it if it does not exist: its namespace is ``__main__``, and it keeps no history.
     """
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config

@@ -60,8 +60,8 @@ def _set_process(argv: list[str], authkey: bytes, log_to_stderr: bool) -> None:
 def collect(*, with_key: bool = True) -> dict[str, Any]:
     """Return this process's random states, and the settings that a training may depend on.
 
-    For `restore`, in another process. `with_key` includes multiprocessing's key, which proves
-    that a process is of this host. numpy's state is None if numpy is not loaded.
+    For `restore`, in another process. `with_key` includes multiprocessing's key, which proves that
+    a process is of this host. numpy's state is left out if numpy is not loaded.
     """
     import torch
 

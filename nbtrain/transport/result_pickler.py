@@ -107,17 +107,17 @@ class ResultPickler(CodePickler):
             return _class_of_main, (obj.__qualname__,)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
-            return _tensor_on_cpu(torch, obj)
+            return _reduce_tensor(torch, obj)
         if torch is not None and torch.is_storage(obj):
-            return _storage_as_bytes(obj)
+            return _reduce_storage(obj)
         return super().reducer_override(obj)
 
 
-def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
+def _reduce_tensor(torch: Any, tensor: Any) -> Any:
     """Return how to rebuild a tensor of another device as one on the CPU.
 
-    `NotImplemented` for a tensor on the CPU or the meta device. Gradients are left out; whether
-    it needs one, and whether it is a Parameter, are kept.
+    `NotImplemented` for a tensor on the CPU or the meta device. Gradients are left out; whether it
+    needs one, and whether it is a Parameter, are kept.
     """
     if tensor.device.type in ("cpu", "meta"):
         return NotImplemented
@@ -129,11 +129,11 @@ def _tensor_on_cpu(torch: Any, tensor: Any) -> Any:
     return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _storage_as_bytes(storage: Any) -> Any:
+def _reduce_storage(storage: Any) -> Any:
     """Return how to rebuild a tensor's memory from one copy. torch makes three here, three there.
 
-    `NotImplemented` for memory that is empty or not on the CPU. torch also cannot rebuild memory
-    of float8 or uint16, which has no typed storage (torch 2.13).
+    `NotImplemented` for memory that is empty or not on the CPU. torch also cannot rebuild memory of
+    float8 or uint16, which has no typed storage (torch 2.13).
     """
     memory = getattr(storage, "_untyped_storage", storage)
     if memory.device.type != "cpu" or not memory.nbytes():
@@ -211,8 +211,8 @@ def dumps(
     """Pickle a value for the notebook; return the bytes.
 
     `known` maps the ids of objects that the notebook has to references, which are sent instead;
-    such bytes need `loads` with `get_part`. `shared` classes are sent by name. Raises what parts
-    of the value raise, and `ValueError` for more than `limit` bytes.
+    such bytes need `loads` with `get_part`. `shared` classes are sent by name. Raises what parts of
+    the value raise, and `ValueError` for more than `limit` bytes.
     """
     buffer = io.BytesIO() if limit is None else _LimitedBuffer(limit)
     pickler = _ReferringPickler(buffer, shared, known) if known else ResultPickler(buffer, shared)
@@ -223,8 +223,8 @@ def dumps(
 def loads(data: bytes, get_part: Callable[[Any], Any] | None = None) -> Any:
     """Rebuild a value that `dumps` pickled, in the process that forked the rank or in another.
 
-    `get_part` returns the object for a reference. Raises what unpickling raises, and
-    `RuntimeError` in place of `SystemExit`.
+    `get_part` returns the object for a reference. Raises what unpickling raises, and `RuntimeError`
+    in place of `SystemExit`.
     """
     return load(io.BytesIO(data), get_part)
 
@@ -306,9 +306,9 @@ def find_unpicklable(
     """Return the path and the value of the innermost part that makes `dump` raise.
 
     The path continues `path`, as in "result[0].model". Searches up to `depth` levels; the value
-    itself if none of its parts raises, without a check that the value does.
+    itself if no part raises, without a check that the value does.
     """
-    for name, part in _parts(value) if depth else ():
+    for name, part in _named_parts(value) if depth else ():
         try:
             dump(part)
         except Exception:  # from the part's reducer
@@ -316,7 +316,7 @@ def find_unpicklable(
     return path, value
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _named_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the direct parts of a value, each with what an expression would append to name it.
 
     Items of dicts, lists and tuples, the attributes of other objects, and what functions refer to

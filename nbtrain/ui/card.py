@@ -56,12 +56,15 @@ class Card:
         """
         path = Path(path).expanduser()
         svg = self.svg.encode("utf-8", "replace")
-        path.write_bytes(_png(svg.decode()) if path.suffix.lower() == ".png" else svg)
+        path.write_bytes(_render_png(svg.decode()) if path.suffix.lower() == ".png" else svg)
         return path
 
 
-def _png(svg: str) -> bytes:
-    """Return an SVG as PNG with twice the pixels, for sharp screens."""
+def _render_png(svg: str) -> bytes:
+    """Return an SVG as PNG with twice the pixels, for sharp screens.
+
+    Raises `MissingExtra` without resvg-py.
+    """
     try:
         import resvg_py
     except ImportError:
@@ -80,7 +83,8 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     """Return the card of a run, in its light or its dark form."""
     ground, ink, edge = _DARK if dark else _LIGHT
     state = stragglers.mark_slow_ranks(state)
-    pieces = [_header(state, now), _trouble(state), _figures(state, now), _canvas(state, now)]
+    pieces = [_draw_header(state, now), _draw_trouble(state)]
+    pieces += [_draw_figures(state, now), _draw_canvas(state, now)]
     inner, y = "", CANVAS.card_margin_px
     for drawn, height in pieces:
         if drawn:
@@ -92,8 +96,8 @@ def card(state: RunState, now: float, *, dark: bool = False) -> Card:
     return Card(svg, shorten(run_texts.sentence(state, now), 200))
 
 
-def _header(state: RunState, now: float) -> tuple[str, int]:
-    """Draw the status, the name and the devices of the run. Return also the height in pixels."""
+def _draw_header(state: RunState, now: float) -> tuple[str, int]:
+    """Draw the status, the name and the devices of the run; return it and its height in pixels."""
     word, status = run_texts.headline(state, now)
     colour, sign = theme.tones(word)
     number = "" if state.number is None else f" #{state.number}"
@@ -110,8 +114,12 @@ def _header(state: RunState, now: float) -> tuple[str, int]:
     return head + draw_text(0, 40, shorten(" · ".join(facts), 92), 12, SOFT), 42
 
 
-def _figures(state: RunState, now: float) -> tuple[str, int]:
-    """Draw the key figures that fit."""
+def _draw_figures(state: RunState, now: float) -> tuple[str, int]:
+    """Draw the key figures that fit, the best values first; return them and their height in pixels.
+
+    A figure that is too wide for the rest of the row is left out. The height is the same without
+    any.
+    """
     figures = sorted(header.figures(state, now), key=lambda figure: "★" not in figure[1])
     drawn, x = "", 0.0
     for name, value, remarks in figures:
@@ -119,9 +127,8 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
         width = max(11.6 * len(value), 6 * len(name), 6 * len(remark)) + 20
         if x + width - 20 > _INNER_PX:
             continue
-        number, star, _ = value.partition(
-            "★"
-        )  # few fonts have the star: apart, it keeps the font of digits
+        # Few fonts have the star: apart, it keeps the font of digits.
+        number, star, _ = value.partition("★")
         drawn += draw_text(x, 11, name, 11, SOFT)
         drawn += draw_text(x, 33, number.rstrip(), 20, ' font-weight="600"')
         drawn += draw_text(x + 10.6 * len(number.rstrip()) + 3, 32, star, 15) if star else ""
@@ -130,8 +137,11 @@ def _figures(state: RunState, now: float) -> tuple[str, int]:
     return drawn, 50
 
 
-def _trouble(state: RunState) -> tuple[str, int]:
-    """Draw the problem of a run: the failure of the rank that caused it, else a sentence."""
+def _draw_trouble(state: RunState) -> tuple[str, int]:
+    """Draw the problem of a run: the failure of the rank that caused it, else a sentence.
+
+    Returns it and its height in pixels: "" and 0 for a run without a problem or warning.
+    """
     rank = verdict.find_culprit(state)
     if rank is not None:
         place = verdict.line_of_failure(rank)
@@ -152,8 +162,11 @@ def _trouble(state: RunState) -> tuple[str, int]:
     return drawn, height + 2
 
 
-def _canvas(state: RunState, now: float) -> tuple[str, int]:
-    """Draw the curves and the strips as a board does, with labels that are part of the picture."""
+def _draw_canvas(state: RunState, now: float) -> tuple[str, int]:
+    """Draw the first curve and the strips as a board does, with labels inside the picture.
+
+    Returns it and its height in pixels: "" and 0 if there is no curve and no strip.
+    """
     curves = charts.curves_of(state)[:1]
     width = _INNER_PX - CANVAS.left_px - CANVAS.right_px
     picture = charts.draw_picture(state, now, curves, charts.rate_of(state), width=width)

@@ -14,7 +14,8 @@ _cached: tuple[weakref.ref[RunState], float, run_progress.RunProgress] | None = 
 def progress(state: RunState, now: float | None = None) -> run_progress.RunProgress:
     """Return the progress of a run, computed once per drawing: for a thousand ranks it takes 5 ms.
 
-    Without `now`, the progress of the last drawing is returned if there is one.
+    The last result is cached, and returned again for the same `state` object and time. Without
+    `now`, any cached result of this state is returned, else its progress at the launch.
     """
     global _cached
     if _cached is not None and _cached[0]() is state and now in (None, _cached[1]):
@@ -25,13 +26,19 @@ def progress(state: RunState, now: float | None = None) -> run_progress.RunProgr
 
 
 def run_fraction(state: RunState) -> float | None:
-    """Return the share of a run that is done, 0 to 1; None if it is unknown."""
+    """Return the share of a run that is done, 0 to 1; None if it is unknown.
+
+    A run that succeeded counts as done if its share is unknown.
+    """
     done = progress(state).fraction
     return 1.0 if done is None and state.status == "succeeded" else done
 
 
 def epochs_done(state: RunState) -> float:
-    """Return how many epochs are done, as in 2.94, if the run's length is unknown; else 0."""
+    """Return how many epochs are done, as in 2.94, if the run's length is unknown; else 0.
+
+    Also 0 if its epochs or batches are unknown.
+    """
     known = progress(state)
     if known.fraction is not None or known.epoch is None or not known.batches:
         return 0.0
@@ -46,7 +53,11 @@ def common_step(state: RunState) -> int:
 
 
 def total_epochs(state: RunState) -> int:
-    """Return how many epochs the run will have; 0 if that is unknown."""
+    """Return how many epochs the run will make; 0 if that is unknown.
+
+    Epochs before one that a run resumes from do not count. Without a known loop, this is the total
+    of the outermost progress bar, if that is one of epochs.
+    """
     known = progress(state)
     if known.epochs is not None:
         return known.epochs - known.first_epoch + 1
@@ -59,7 +70,10 @@ def total_epochs(state: RunState) -> int:
 
 
 def last_step(state: RunState) -> int:
-    """Return the estimated last step of a run; 0 if it is unknown."""
+    """Return the estimated last step of a run in this attempt; 0 if it is unknown.
+
+    Without a known loop, it is the total of rank 0's only progress bar, if that counts steps.
+    """
     steps = progress(state).steps
     rank = state.ranks[0]
     if steps is None and rank.step is not None and rank.bar is not None and rank.bar.total:
@@ -69,9 +83,10 @@ def last_step(state: RunState) -> int:
 
 
 def time_left(state: RunState, now: float) -> str:
-    """Return the time that is left, ``about 3 min left``; empty if that is unknown.
+    """Return the time that is left, ``about 3 min left``; "" if that is unknown.
 
-    If the number of epochs is unknown, this is the time left in the present epoch.
+    If the number of epochs is unknown, this is the time left in the present epoch, and it adds ``in
+    epoch 3``.
     """
     known = progress(state, now)
     seconds, where = known.remaining, ""

@@ -18,9 +18,10 @@ _NUMBER = re.compile(r"(?<![\w.,:-])\d+(?![\w:]|[.,]\d)")
 
 
 def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
-    """Return the last lines of a rank, without its number in front of them: ``[2/4] loading``.
+    """Return the last `count` lines of a rank, without its number in front of them: ``[2/4]``.
 
-    The number is removed only if rank 0 prints ``[0/4]``: ``[1/2]`` may also be step 1 of 2.
+    The number is removed only if rank 0 prints ``[0/4]``: ``[1/2]`` may also be step 1 of 2. Empty
+    for a `count` of 0.
     """
     size = state.world_size
     lines = rank.log[-count:] if count else ()
@@ -31,7 +32,10 @@ def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
 
 
 def cut_traceback(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return lines of a rank without the traceback that ended it."""
+    """Return lines of a rank without the traceback that ended it.
+
+    Cuts from the last mark of a traceback on; without a mark, returns all lines.
+    """
     if ev.TRACEBACK_FOLLOWS not in lines:
         return lines
     return lines[: -1 - lines[::-1].index(ev.TRACEBACK_FOLLOWS)]
@@ -40,10 +44,10 @@ def cut_traceback(lines: tuple[str, ...]) -> tuple[str, ...]:
 def last_lines(
     ranks: Sequence[RankState], state: RunState, count: int
 ) -> dict[int, tuple[str, ...]]:
-    """Return the last lines of ranks. Lines that differ only in the rank's number become equal.
+    """Return the last `count` lines of each rank, made equal where only the rank's number differs.
 
-    ``shard 4 has 1,250 images`` of rank 4 becomes ``shard <rank> has 1,250 images`` if enough
-    ranks print the like.
+    ``shard 4 has 1,250 images`` of rank 4 becomes ``shard <rank> has 1,250 images`` if at least
+    three ranks print the like.
     """
     logs = {rank.rank: lines_of(rank, state, count) for rank in ranks}
     general: dict[int, dict[str, str]] = {}
@@ -63,7 +67,7 @@ def _replace_number(line: str, number: str) -> str:
 
 
 def group_logs(logs: Mapping[int, Sequence[str]]) -> list[tuple[list[int], tuple[str, ...]]]:
-    """Return each different log once, with the ranks that have it."""
+    """Return each different log once, with the ranks that have it; empty logs are left out."""
     by_lines: dict[tuple[str, ...], list[int]] = {}
     for rank, lines in logs.items():
         if lines:
@@ -74,7 +78,10 @@ def group_logs(logs: Mapping[int, Sequence[str]]) -> list[tuple[list[int], tuple
 def merge_groups(
     groups: Collection[tuple[list[int], Sequence[str]]], *, backwards: bool = False
 ) -> Iterator[tuple[list[int], str]]:
-    """Yield each line with the ranks that have it, from the first line or from the last."""
+    """Yield each line with the ranks that have it, from the first line or from the last.
+
+    A line that several groups have is yielded once if their order allows it. The ranks are sorted.
+    """
     stacks = [_Stack(list(ls if backwards else reversed(ls)), ranks) for ranks, ls in groups]
     while any(stack.lines for stack in stacks):
         line = _next_line(stacks, backwards)
@@ -85,9 +92,9 @@ def merge_groups(
 
 
 def merge_logs(logs: Mapping[int, Sequence[str]]) -> Iterator[tuple[list[int], str]]:
-    """Yield each line of the logs with its ranks.
+    """Yield each line of the logs with its ranks, in order: a line of several ranks comes once.
 
-    Logs beyond `MAX_RANK_ROWS` different ones follow one after the other.
+    Logs beyond `MAX_RANK_ROWS` different ones follow one after the other, not merged.
     """
     groups = group_logs(logs)
     yield from merge_groups(groups[:MAX_RANK_ROWS])
@@ -106,15 +113,16 @@ class _Stack:
         self.popped += 1
 
     def has_later(self, line: str) -> bool:
-        """Return whether a line is below the top."""
+        """Return whether a line is below the top, and not on top, too."""
         return bool(self.lines) and self.lines[-1] != line and self._left[line] > 0
 
 
 def _next_line(stacks: Sequence[_Stack], backwards: bool) -> str:
-    """Return the line to place next: one that no rank has later.
+    """Return the line to place next, without removing it: one that no rank has later.
 
-    Forwards, the first rank has precedence. Backwards, the stack that was used least has it, since
-    the ends of live logs are all of the present moment.
+    Forwards, the first rank has precedence, also if each line comes later elsewhere. Backwards, the
+    stack that was used least has it, since the ends of live logs are all of the present moment. At
+    least one stack must have lines.
     """
     tops = [stack for stack in stacks if stack.lines]
     tops.sort(key=lambda s: (s.popped, -s.ranks[0]) if backwards else (0, s.ranks[0]))

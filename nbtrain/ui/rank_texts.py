@@ -31,7 +31,10 @@ _EPOCHS = re.compile(r"(epochs?|ep|e)\W*", re.I)
 
 
 def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
-    """Return the last metrics of a rank, the most important first: ``loss 0.2315 · lr 0.001``."""
+    """Return the last metrics of a rank, the most important first: ``loss 0.2315 · lr 0.001``.
+
+    Those named in `but` are left out; beyond `limit`, it ends with their number. "" without any.
+    """
     rest = sorted((name for name in rank.metrics if name not in but), key=metric_order)
     shown = [f"{name} {format_number(rank.metrics[name])}" for name in rest[:limit]]
     more = len(rest) - len(shown)
@@ -40,7 +43,10 @@ def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> st
 
 
 def position(rank: RankState) -> str:
-    """Return a rank's position and pace: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``."""
+    """Return a rank's position and pace: ``epoch: 2/3 › batch: 20/45 · 12.3 it/s · 2.1 s left``.
+
+    Parts that are unknown are left out; "" if all are.
+    """
     left = f"{time_left(rank)} left" if time_left(rank) else ""
     return " · ".join(filter(None, [bar_positions(rank), pace(rank), left]))
 
@@ -48,7 +54,8 @@ def position(rank: RankState) -> str:
 def bar_positions(rank: RankState) -> str:
     """Return a rank's position in its loops, the outermost first: ``epoch 2/3 › batch 20/45``.
 
-    Without known loops around its steps, return the position of its progress bars.
+    Without known loops around its steps, returns the position of its progress bars, of at most
+    three outer ones; "" without a bar.
     """
     loops = rank.progress.loops if rank.progress is not None else ()
     if loops and rank.progress is not None:
@@ -64,7 +71,10 @@ def bar_positions(rank: RankState) -> str:
 
 
 def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
-    """Return a bar's position. A bar of epochs counts finished ones; add the one that runs."""
+    """Return a bar's position: ``epoch: 2/3``.
+
+    A bar of epochs that is open or around others also counts the epoch that runs.
+    """
     n = bar.n
     is_inside = is_around or not bar.closed
     if is_inside and bar.total and n < bar.total and _EPOCHS.fullmatch(bar.description):
@@ -75,7 +85,10 @@ def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
 
 
 def rate(rank: RankState) -> str:
-    """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``; empty if it does not."""
+    """Return how fast the shown bar moves: ``12.3 it/s``, or ``2.0 s/it``; "" if it does not.
+
+    Also "" for a rank that is stuck or waits in a hang.
+    """
     bar = rank.bar
     if bar is None or not bar.rate or rank.hang in _NOT_MOVING:
         return ""
@@ -85,14 +98,20 @@ def rate(rank: RankState) -> str:
 
 
 def _format_speed(rate: float, unit: str, units: str = "") -> str:
-    """Return the number of a unit per second: ``12.3 it/s``, or ``2.0 s/it``."""
+    """Return a rate in units per second, ``12.3 it/s``; below 1, in seconds per unit, ``2.0 s/it``.
+
+    `units` is the plural for the first form.
+    """
     if rate < 1:
         return f"{format_duration(1 / rate)}/{unit}"
     return f"{format_rate(rate)} {units or unit}/s"
 
 
 def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
-    """Return the steps per second of the fastest rank, since its first batch or step."""
+    """Return the mean steps per second of the fastest rank, since its first batch or step.
+
+    None if no rank has made a step in a measured time.
+    """
     made = [(t.steps - (t.batch is None), t.elapsed) for t in trained]
     return max(
         (steps / seconds for steps, seconds in made if steps > 0 and seconds > 0), default=None
@@ -102,8 +121,9 @@ def steps_per_second(trained: Iterable[TrainingProgress]) -> float | None:
 def pace(rank: RankState) -> str:
     """Return how fast a rank trains, ``12.3 steps/s``; before its first step, its bar's rate.
 
-    Steps come first since a bar may count files, validation batches or epochs, and differ from
-    rank to rank. A rank that has ended has its mean rate.
+    Steps come first since a bar may count files, validation batches or epochs, and differ from rank
+    to rank. A rank that has ended has its mean rate. "" if the rate is unknown, or the rank does
+    not move in a hang.
     """
     if rank.progress is None or not rank.progress.steps:
         return rate(rank)
@@ -112,7 +132,10 @@ def pace(rank: RankState) -> str:
 
 
 def time_left(rank: RankState) -> str:
-    """Return the time until the outermost of the rank's loops or bars ends; empty if unknown."""
+    """Return the time until the outermost of the rank's loops or bars ends; "" if unknown.
+
+    Also "" for a rank that has ended, shows no bar, or does not move in a hang.
+    """
     bar, loops = rank.bar, rank.progress.loops if rank.progress is not None else ()
     if bar is None or rank.is_over or rank.hang in _NOT_MOVING:
         return ""
@@ -130,9 +153,10 @@ def badge(rank: RankState) -> str:
 
 
 def mark_late_ranks(state: RunState) -> RunState:
-    """Mark running ranks of a state that are stopping, or have not joined yet.
+    """Return the state with marks on running ranks that are stopping, or have not joined yet.
 
-    A rank that has not joined while others already join has no mark of its own.
+    A rank that has not joined while others already join has no mark of its own. Without such ranks,
+    returns the state itself.
     """
     running = [rank for rank in state.ranks if rank.status == "running"]
     if state.status == "stopping":
@@ -146,7 +170,10 @@ def mark_late_ranks(state: RunState) -> RunState:
 
 
 def statuses(ranks: Iterable[RankState]) -> str:
-    """Return the number of ranks in each state: ``1,020 running, 3 done, 1 failed``."""
+    """Return the number of ranks with each `badge`: ``1,020 running, 3 done, 1 failed``.
+
+    In the order of the first rank with each.
+    """
     counts: dict[str, int] = {}
     for rank in ranks:
         counts[badge(rank)] = counts.get(badge(rank), 0) + 1
@@ -154,7 +181,10 @@ def statuses(ranks: Iterable[RankState]) -> str:
 
 
 def spread(state: RunState) -> list[tuple[str, str]]:
-    """Return the lowest, mean and highest progress and loss of many ranks, as (name, text)."""
+    """Return the lowest, mean and highest progress and loss of many ranks, as (name, text).
+
+    One value if all are the same. A line whose values are all unknown or not finite is left out.
+    """
     done = [100 * f for r in state.ranks if (f := fraction(r)) is not None]
     losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]
     rows = []
@@ -168,7 +198,10 @@ def spread(state: RunState) -> list[tuple[str, str]]:
 
 
 def memory_use(rank: RankState) -> str:
-    """Return a rank's device and memory: ``GPU 0 · 12.3 GiB``; without a GPU, ``1.2 GiB``."""
+    """Return a rank's device and memory: ``GPU 0 · 12.3 GiB``; without a GPU, ``1.2 GiB``.
+
+    "" if both are unknown.
+    """
     usage, size = rank.usage, memory_bytes(rank)
     parts = [] if size is None else [format_bytes(size)]
     if usage.gpu is not None or _gpu_bytes(rank) is not None:
@@ -177,7 +210,10 @@ def memory_use(rank: RankState) -> str:
 
 
 def memory_bytes(rank: RankState) -> int | None:
-    """Return the bytes that a rank uses on its GPU, or on the host if it has none."""
+    """Return the bytes that a rank uses on its GPU, or on the host if it has no GPU; else None.
+
+    None also if it has a GPU whose use is unknown.
+    """
     on_gpu = _gpu_bytes(rank)
     return rank.usage.memory if on_gpu is None and rank.usage.gpu is None else on_gpu
 
@@ -190,13 +226,19 @@ def _gpu_bytes(rank: RankState) -> int | None:
 
 
 def cpu(rank: RankState) -> str:
-    """Return the share of a core that a rank and its children use: ``98 %``, ``210 %``."""
+    """Return the share of a core that a rank and its children use: ``98 %``, ``210 %``.
+
+    "" if it is unknown, or the rank has ended.
+    """
     share = None if rank.is_over else rank.usage.cpu
     return "" if share is None else f"{100 * share:.0f} %"
 
 
 def waiting_share(rank: RankState) -> str:
-    """Return the share of its time that a rank waits for data; empty below 10 %."""
+    """Return the share of its time that a rank waits for data, ``31 %``; "" below 10 %.
+
+    Also "" before its first step, and for a rank that has ended.
+    """
     share = _data_wait(rank)
     return f"{100 * share:.0f} %" if share is not None and share >= 0.1 and not rank.is_over else ""
 
@@ -208,7 +250,7 @@ def _data_wait(rank: RankState) -> float | None:
 
 
 def compilations(rank: RankState) -> str:
-    """Return how many graphs torch_xla compiled, and for how long: ``3 in 41 s``."""
+    """Return how many graphs torch_xla compiled, and for how long: ``3 in 41 s``; else ""."""
     if rank.compiled is None:
         return ""
     return f"{rank.compiled[0]} in {format_duration(rank.compiled[1])}"
@@ -221,7 +263,8 @@ _URGENCY = {"failed": 0, "failing": 0, "stuck": 1, "slow": 2, "not joined yet": 
 def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
     """Return up to `limit` ranks that failed or differ from the others, each with the reason.
 
-    A rank that only lost its peers is none of them.
+    The most urgent come first. The reason is that of `differences`: "" for a rank that only its
+    badge sets apart. A rank that only lost its peers is left out.
     """
     reasons = differences(state)
     named = [
@@ -235,9 +278,10 @@ def outliers(state: RunState, limit: int) -> list[tuple[RankState, str]]:
 
 
 def differences(state: RunState) -> dict[int, str]:
-    """Return how ranks differ from the median: ``12 % behind · waits for data 31 %``.
+    """Return how active ranks differ from the median, by rank: ``12 % behind``.
 
-    Of two ranks, it is unknown which one is as usual, so they have no reason.
+    Ranks that do not differ are absent. Of two ranks, it is unknown which one is as usual, so the
+    result is empty.
     """
     moving = [rank for rank in state.ranks if not rank.is_over] if state.world_size > 2 else []
     shares = {rank.rank: fraction(rank) for rank in moving}

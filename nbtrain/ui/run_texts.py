@@ -32,7 +32,12 @@ from .limits import MAX_RANK_ROWS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
-    """Return a run's position, short and in detail: ``epoch 3``, ``40/100 batches``."""
+    """Return the position of the slowest active rank, short and in detail.
+
+    Of one bar, its description and ``40/100 batches``, or only the latter, as the short one. Of
+    several bars, the share that is done, if known, and their places. Of known loops, "" and their
+    places. Without a bar, both are "".
+    """
     ranks = [rank for rank in state.ranks if rank.bar is not None]
     # The slowest active rank: the share that is shown beside this is of that rank, too.
     rank = min(ranks, key=lambda rank: (rank.is_over, fraction(rank) or 0.0), default=None)
@@ -57,7 +62,10 @@ def hang(state: RunState) -> str:
 
 
 def is_stuck(state: RunState) -> bool:
-    """Whether no rank makes progress. A rank that is only slower than others is no hang."""
+    """Return whether no rank makes progress. A rank that is only slower than others is no hang.
+
+    False once the run stops or has ended.
+    """
     return (
         bool(state.hang)
         and not state.is_over
@@ -67,7 +75,10 @@ def is_stuck(state: RunState) -> bool:
 
 
 def status(state: RunState) -> str:
-    """Return the run's status in a few words. A run that hangs is 'stuck'."""
+    """Return the run's status in a word or two: the outcome, unless it hangs, fails or restarts.
+
+    A run that hangs is 'stuck'; a running one with a failed rank is 'failing'.
+    """
     if is_stuck(state):
         return "stuck"
     if state.status == "starting" and state.attempt > 1:
@@ -83,7 +94,10 @@ def tone(state: RunState) -> str:
 
 
 def headline(state: RunState, now: float) -> tuple[str, str]:
-    """Return the key of the status in `theme.STATUS`, and the status in a few words."""
+    """Return the key of the status in `theme.STATUS`, and the status in a few words.
+
+    The words add how long a run is stuck, which ranks are slow, or the phase before the first step.
+    """
     slow = [rank.rank for rank in state.ranks if rank.hang == "slow?"]
     key, text = tone(state), status(state)
     if key == "stuck":
@@ -98,7 +112,10 @@ def headline(state: RunState, now: float) -> tuple[str, str]:
 
 
 def sentence(state: RunState, now: float) -> str:
-    """Return the status and the progress of the run in a sentence, for a screen reader."""
+    """Return the status and the progress of the run in a sentence, for a screen reader.
+
+    An ended run has its status only, a stuck one how long.
+    """
     if is_stuck(state):
         seconds = clock(progress(state, now).stuck_for or 0.0)
         return f"{state.title} has been stuck for {seconds}"
@@ -114,7 +131,11 @@ def sentence(state: RunState, now: float) -> str:
 
 
 def phase(state: RunState, now: float) -> str:
-    """Return what a run has done before its first step, each with its seconds; after it, empty."""
+    """Return the phases of a run before its first step, each with its seconds; after it, "".
+
+    Before all ranks have started, only how many have. Also "" if the run has a message or has no
+    active rank; earlier phases under a second are left out.
+    """
     ranks = [rank for rank in state.ranks if not rank.is_over]
     is_waiting = state.status in ("starting", "running") and not state.message
     if not is_waiting or not ranks or _has_moved(state):
@@ -138,7 +159,7 @@ def phase(state: RunState, now: float) -> str:
 
 
 def _has_moved(state: RunState) -> bool:
-    """Whether a rank has made a step, or reported anything."""
+    """Return whether a rank has made a step, or has a progress bar or metrics."""
     return any(
         rank.bars or rank.metrics or (rank.progress is not None and rank.progress.steps)
         for rank in state.ranks
@@ -146,7 +167,10 @@ def _has_moved(state: RunState) -> bool:
 
 
 def _phases(state: RunState) -> list[tuple[str, float]]:
-    """Return the phases of the foremost rank before its first step, each with its start."""
+    """Return the phases of the foremost rank before its first step, each with its start.
+
+    The first is "", the user's code. The starts are seconds since the epoch, as event times.
+    """
     rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
     phases = [("", rank.started or state.created), *rank.phases]
     if rank.progress is not None and not rank.phase:
@@ -159,12 +183,12 @@ def _count_joined(state: RunState) -> int:
 
 
 def is_restarted(state: RunState) -> bool:
-    """Whether the run's message is the reason why it was restarted."""
+    """Return whether the run's message is the reason why it was restarted."""
     return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
 
 
 def has_ended_badly(state: RunState) -> bool:
-    """Whether a run ended badly though no rank caused that."""
+    """Return whether a run ended badly, with a message, though no rank caused that."""
     is_bad = state.status in ("failed", "lost", "timed out")
     return is_bad and bool(state.message) and verdict.find_culprit(state) is None
 
@@ -172,7 +196,8 @@ def has_ended_badly(state: RunState) -> bool:
 def trouble(state: RunState) -> str:
     """Return the problem of a run as a whole, in a sentence; "" without one.
 
-    The failure of the rank that caused it is described apart.
+    The reason for a restart, else how it ended, else a hang. The failure of the rank that caused it
+    is described apart.
     """
     if is_restarted(state):
         return f"attempt {state.attempt - 1} ended: {state.message}"
@@ -185,8 +210,8 @@ def trouble(state: RunState) -> str:
 def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     """Return the run in one line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
 
-    With `brief`, leave out the time left and give whole seconds while the run lasts: a board sends
-    each change to the page.
+    With `brief`, leaves out the time left and gives whole seconds while the run lasts: a board
+    sends each change to the page. The time left is also left out during a hang.
     """
     parts = [plural(state.world_size, "rank"), state.engine, devices(state)]
     if state.precision != "no":
@@ -201,21 +226,28 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
 
 
 def whole_seconds(seconds: float) -> str:
-    """Return a duration in whole seconds, so that it changes once a second."""
+    """Return a duration without fractions of a second, so that it changes at most once a second."""
     return (
         f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_DURATION_S)))
     )
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:
-    """Return the warnings of a run, one line each, and the number of those beyond `limit`."""
+    """Return the warnings of a run, one line each, and the number of those beyond `limit`.
+
+    That number is a line of its own. Empty without warnings.
+    """
     more = len(state.notes) - limit
     shown = [f"⚠ {note}" for note in state.notes[:limit]]
     return [*shown, *([f"… and {plural(more, 'more note')}"] if more > 0 else [])]
 
 
 def devices(state: RunState) -> str:
-    """Return what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``."""
+    """Return what the ranks train on: ``cpu``, ``TPU``, ``2 × NVIDIA H200``.
+
+    On several nodes, the kind and the number of nodes; on one, the GPUs that ranks use, or all if
+    that is unknown.
+    """
     if state.device in tpu.ENGINES.values():
         return "TPU"
     if len(nodes(state)) > 1:
@@ -234,7 +266,10 @@ def nodes(state: RunState) -> list[str]:
 
 
 def lines(state: RunState) -> list[str]:
-    """Return a line for the host, or one for each of the first nodes with its ranks."""
+    """Return a line for the host's use, or one for each of the first nodes with its ranks.
+
+    Empty if the use of the host is unknown; a line counts further nodes.
+    """
     if state.host is not None:
         return [host(state.host)]
     lines = []
@@ -247,7 +282,11 @@ def lines(state: RunState) -> list[str]:
 
 
 def host(status: Host) -> str:
-    """Return a host's use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``."""
+    """Return a host's use: ``memory 41.2 of 64.0 GiB · GPU 60.2 of 141 GiB · 97 % busy``.
+
+    Of several GPUs, the memory of the fullest, and the lowest and highest share. Parts that are
+    unknown are left out.
+    """
     source = f" ({status.whose})" if status.whose else ""
     parts = [f"memory {format_bytes_of(status.used, status.limit)}{source}"] if status.limit else []
     if status.gpus:
@@ -281,7 +320,10 @@ class Result(NamedTuple):
 
 
 def results(state: RunState) -> list[Result]:
-    """Return what ranks returned, equal results in one row; an empty list if all returned None."""
+    """Return what ranks returned, equal results in one row; empty if all returned None.
+
+    At most MAX_RANK_ROWS rows; a further row, without ranks, counts the others.
+    """
     by_result: dict[tuple[str, str], list[int]] = {}
     for rank in state.ranks:
         if rank.result is not None:
@@ -301,7 +343,8 @@ def name_ranks(ranks: Collection[int], state: RunState) -> str:
 def artifact_lines(state: RunState) -> list[str]:
     """Return one line for each value that ranks saved for the notebook, and whether it arrived.
 
-    ``model: 86 M parameters updated from rank 0 (328 MiB)``.
+    For example ``model: 86 M parameters updated from rank 0 (328 MiB)``. At most MAX_RANK_ROWS
+    lines; a value that did not change has no line, nor has a variable of a run that failed.
     """
     by_name: dict[str, list[tuple[int, ev.ArtifactSaved]]] = {}
     for rank in state.ranks:
@@ -391,7 +434,10 @@ _FASTER = (
 
 
 def next_step(state: RunState) -> str:
-    """Return what to do next, in a sentence; "" if there is no problem or no known remedy."""
+    """Return what to do next, in a sentence; "" if there is no problem or no known remedy.
+
+    It may have code in backticks. Only one remedy is returned: for a hang before a failure.
+    """
     culprit = verdict.find_culprit(state)
     if is_stuck(state):
         return _STUCK
@@ -416,7 +462,10 @@ def next_step(state: RunState) -> str:
 
 
 def _advise_after_failure(rank: RankState, state: RunState) -> str:
-    """Return the remedy for a known error, else for its kind, else the line to correct."""
+    """Return the remedy for a known error, else for its kind, else to correct the line.
+
+    Never "".
+    """
     kind, line = verdict.classify_rank_failure(rank, state)
     known = remedies(f"{line}\n{rank.error or ''}") or remedies_of_rank(rank, state)
     if known:

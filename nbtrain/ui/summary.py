@@ -39,7 +39,7 @@ class MemoryPart:
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuCard:
     """Bytes in use on a GPU, by any process, before the ranks started and after they ended.
 
     A number that is unknown, or not known yet, is None.
@@ -106,12 +106,12 @@ class Summary:
     memory_parts: tuple[MemoryPart, ...] = ()
     """What the memory holds, each part at its largest."""
 
-    cards: tuple[Card, ...] = ()
+    cards: tuple[GpuCard, ...] = ()
 
     def __repr__(self) -> str:
         """Return the summary as lines of text."""
         lines = [f"{self.name[:200]}: {self.status} · {_facts(self)}"]
-        return "\n".join([*lines, *(f"  {label:<9} {text}" for label, text in _rows(self))])
+        return "\n".join([*lines, *(f"  {label:<9} {text}" for label, text in _summary_rows(self))])
 
 
 SCHEMA_VERSION = 1
@@ -119,7 +119,10 @@ SCHEMA_VERSION = 1
 
 
 def to_dict(state: RunState, now: float) -> dict[str, Any]:
-    """Return a run's numbers and the state of each rank as values that JSON has."""
+    """Return a run's numbers and the state of each rank as values that JSON has.
+
+    The keys are public: see SCHEMA_VERSION. `now` is the end of a run that has not ended.
+    """
     ranks = [
         {
             "rank": rank.rank,
@@ -148,7 +151,10 @@ def to_dict(state: RunState, now: float) -> dict[str, Any]:
 
 
 def to_json_value(value: Any) -> Any:
-    """Return a value with lists for tuples, and strings for the numbers that JSON does not have."""
+    """Return a value with lists for tuples, and strings for the numbers that JSON does not have.
+
+    Dataclasses become dicts by field. Other values are returned as they are.
+    """
     if is_dataclass(value):
         return {each.name: to_json_value(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
@@ -198,7 +204,10 @@ def summary(state: RunState, now: float) -> Summary:
 
 
 def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:
-    """Return the mean over ranks of each metric's last value. A logged loss has precedence."""
+    """Return the mean over ranks of each metric's last value. A logged loss has precedence.
+
+    A rank without a metric does not count for it, and values that are not numbers are left out.
+    """
     values_by_name: dict[str, list[float]] = {}
     for rank in ranks:
         seen = {} if rank.loss is None else {"loss": rank.loss}
@@ -209,14 +218,17 @@ def last_metrics(ranks: Iterable[RankState]) -> dict[str, float]:
 
 
 def peak_memory(rank: RankState) -> int:
-    """Return the most bytes that a rank took of its GPU, or of the host if no GPU is known."""
+    """Return the most bytes that a rank took of its GPU, or else of the host; 0 if unknown."""
     trained = rank.progress
     on_gpu = (trained.reserved or trained.peak or 0) if trained is not None else 0
     return max(rank.usage.most_gpu_memory or 0, on_gpu) or rank.usage.most_memory or 0
 
 
 def memory_parts(ranks: Iterable[RankState]) -> tuple[MemoryPart, ...]:
-    """Return the parts of the ranks' memory, each with its largest size and that rank."""
+    """Return the parts of the ranks' memory, each with its largest size and the ranks near it.
+
+    Empty if no rank has measured its parts.
+    """
     sizes: dict[str, dict[int, int]] = {}
     for rank in ranks:
         for name, size in rank.bytes_by_part(most=True).items():
@@ -225,13 +237,20 @@ def memory_parts(ranks: Iterable[RankState]) -> tuple[MemoryPart, ...]:
 
 
 def find_largest(sizes: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
-    """Return the largest size, and the ranks whose size is within one percent of it."""
+    """Return the largest size, and the keys whose size is within one percent of it.
+
+    0 and () without sizes, or if all are 0.
+    """
     most = max(sizes.values(), default=0)
     return most, tuple(rank for rank, size in sizes.items() if size and size >= 0.99 * most)
 
 
-def gpu_cards(state: RunState) -> tuple[Card, ...]:
-    """Return the GPUs of this host that ranks use, or all GPUs if the used ones are unknown."""
+def gpu_cards(state: RunState) -> tuple[GpuCard, ...]:
+    """Return memory before and after the run of this host's GPUs that ranks use.
+
+    All measured GPUs if the used ones are unknown; empty if a rank runs on another node. The bytes
+    are those of all processes.
+    """
     if any(rank.node for rank in state.ranks):
         return ()
     used = {rank.usage.gpu for rank in state.ranks if rank.usage.gpu is not None}
@@ -239,11 +258,14 @@ def gpu_cards(state: RunState) -> tuple[Card, ...]:
     sizes = [{index: size for index, _, size in look.gpus} for look in state.gpu_memory]
     before, after, *_ = [*sizes, dict[int, int](), dict[int, int]()]
     shown = [index for index in sorted(names) if not used or index in used]
-    return tuple(Card(i, names[i], before.get(i), after.get(i)) for i in shown)
+    return tuple(GpuCard(i, names[i], before.get(i), after.get(i)) for i in shown)
 
 
-def _rows(s: Summary) -> Iterator[tuple[str, str]]:
-    """Yield each line of the summary as (label, text). One without a label continues the last."""
+def _summary_rows(s: Summary) -> Iterator[tuple[str, str]]:
+    """Yield each line of the summary as (label, text). One without a label continues the last.
+
+    Numbers that are unknown have no line.
+    """
     if s.error:
         yield "failed", s.error
     elif s.message:
@@ -275,11 +297,14 @@ def _rows(s: Summary) -> Iterator[tuple[str, str]]:
             for p in s.memory_parts
         ]
         yield from (("", line) for line in text_table(parts, "<><") if parts)
-    yield from _gpus(s)
+    yield from _gpu_rows(s)
 
 
-def _gpus(s: Summary) -> Iterator[tuple[str, str]]:
-    """Yield how much memory each GPU held before and after the run. Equal GPUs share a line."""
+def _gpu_rows(s: Summary) -> Iterator[tuple[str, str]]:
+    """Yield a line for each GPU as (label, text): its memory before and after the run.
+
+    Equal GPUs share a line. The memory after is left out if either is unknown.
+    """
     same: dict[str, list[int]] = {}
     for card in s.cards:
         sizes = (card.bytes_before, card.bytes_after)
@@ -303,6 +328,7 @@ def _facts(s: Summary) -> str:
 
 
 def _on_ranks(ranks: tuple[int, ...], s: Summary) -> str:
+    """Return ``on rank 3``, or ``on all ranks``; "" for no ranks, and for a run of one rank."""
     if s.ranks == 1 or not ranks:
         return ""
     return "on all ranks" if len(ranks) == s.ranks else f"on {format_ranks(ranks)}"

@@ -21,7 +21,7 @@ _TABLE = (
 )
 
 
-class Cell(NamedTuple):
+class TableCell(NamedTuple):
     """A cell of HTML. A cell that is a string is escaped."""
 
     html: str
@@ -29,7 +29,10 @@ class Cell(NamedTuple):
 
 
 def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Return a line for each row. `align` has ``<`` or ``>`` for each column."""
+    """Return a line for each row. `align` has ``<`` or ``>`` for each column.
+
+    Columns are as wide as in the full rows, at least one; a shorter row's last cell is not padded.
+    """
     full = [row for row in rows if len(row) == len(align)]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     lines = []
@@ -42,24 +45,29 @@ def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
 
 
 def html_table(
-    rows: Iterable[Sequence[str | Cell]],
+    rows: Iterable[Sequence[str | TableCell]],
     styles: Sequence[str],
     *,
     head: bool = False,
     is_wide: bool = False,
 ) -> str:
-    """Draw rows. `styles` is the CSS of each column; with `head`, the first row has the headings.
+    """Draw rows as a ``<table>``; with `head`, the first row has the headings.
 
-    Every style is inline, since an untrusted notebook drops style sheets, and overrides Jupyter's.
+    `styles` is the CSS of each column. `is_wide` fills the page's width. Every style is inline,
+    since an untrusted notebook drops style sheets, and overrides Jupyter's.
     """
-    drawn = [_row(row, styles, "th" if head and not i else "td") for i, row in enumerate(rows)]
+    drawn = [_draw_row(row, styles, "th" if head and not i else "td") for i, row in enumerate(rows)]
     top = f"<thead>{drawn.pop(0)}</thead>" if head else ""
     width = ";width:100%" if is_wide else ""
     return f'<table style="{_TABLE}{width}">{top}<tbody>{"".join(drawn)}</tbody></table>'
 
 
-def _row(row: Sequence[str | Cell], styles: Sequence[str], tag: str) -> str:
-    """Draw a row of a table of HTML."""
+def _draw_row(row: Sequence[str | TableCell], styles: Sequence[str], tag: str) -> str:
+    """Draw a row as ``<tr>``. A string is escaped; a `TableCell` is HTML and is not escaped.
+
+    `styles` is the CSS of each column; a row with fewer cells gets its last one stretched over the
+    rest. `tag` is "th" (with ``scope="col"``) or "td"; an empty heading becomes a "td".
+    """
     heading = f";font-weight:400;font-size:12px;{theme.SOFT}" if tag == "th" else ""
     border = "1px solid rgba(128,128,128,.4)" if heading else "0"
     span = f' colspan="{len(styles) - len(row) + 1}"' if len(row) < len(styles) else ""

@@ -19,20 +19,23 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def summary(state: RunState, now: float) -> str:
-    """Return the whole run in a few lines, its warnings first."""
+    """Return the whole run as lines of text: its warnings, the head, the ranks and the results."""
     state = rank_texts.mark_late_ranks(stragglers.mark_slow_ranks(state))
     mark = {"succeeded": "✓", "failed": "✗"}.get(state.outcome, "⚠" if state.flaw else "●")
     head = f"{mark} {state.full_title[:200]}: {state.outcome} · {run_texts.facts(state, now)}"
     returned = [f"  {each.arrow}{each.text[:2000]}" for each in run_texts.results(state)]
     returned += [f"  {line}" for line in run_texts.artifact_lines(state)]
     message = [f"  {state.explanation[:2000]}"] if state.message else []
-    rows = [*_ranks(state), *_curve(state), *returned, *message]
+    rows = [*_rank_lines(state), *_curve_lines(state), *returned, *message]
     hang = [f"  ⚠ {run_texts.hang(state)}"] if state.hang else []
     return "\n".join([*run_texts.notes(state), head, *hang, *rows])
 
 
-def _ranks(state: RunState) -> list[str]:
-    """Return a line for each rank; of many ranks, the spread and the ranks that differ."""
+def _rank_lines(state: RunState) -> list[str]:
+    """Return a line for each rank; of many ranks, the spread and the ranks that differ.
+
+    Many are those above MAX_RANK_ROWS, half of which may have a line.
+    """
     if state.world_size <= MAX_RANK_ROWS:
         return [rank_line(rank, state) for rank in state.ranks]
     spread = [f"  {name}: {values}" for name, values in rank_texts.spread(state)]
@@ -42,7 +45,10 @@ def _ranks(state: RunState) -> list[str]:
 
 
 def rank_line(rank: RankState, state: RunState) -> str:
-    """Return the line of a rank: status, bar, metrics, error."""
+    """Return the line of a rank: status, bar, position, metrics, compilations and error.
+
+    Parts that are unknown are left out.
+    """
     place = f" on {rank.node}" if rank.node else ""
     parts = [f"  rank {rank.rank}{place}: {rank_texts.badge(rank):<8}"]
     if rank.bar is not None:
@@ -63,8 +69,11 @@ def rank_line(rank: RankState, state: RunState) -> str:
     return "  ".join(filter(None, parts)).rstrip()
 
 
-def _curve(state: RunState) -> list[str]:
-    """Return the main metric as a line of bars: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``."""
+def _curve_lines(state: RunState) -> list[str]:
+    """Return the main metric as a list of one line: ``loss ▇▅▃▂▁▁ 2.3 → 0.02``.
+
+    Empty for fewer than three points.
+    """
     curves = state.curves.all
     name = main_metric(n for n in curves if n not in RATES)
     if name is None or len(curves[name].band) < 3:
@@ -77,9 +86,9 @@ def _curve(state: RunState) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return values as a line of bars, evenly chosen if there are more than `width`.
+    """Return values as a line of up to `width` bars, evenly chosen if there are more values.
 
-    Values that span decades are drawn by their logarithm. Fewer than three give an empty line.
+    Values that span decades are drawn by their logarithm. "" for fewer than three.
     """
     means = list(values[:: -(-len(values) // width) or 1])
     if len(means) < 3:

@@ -162,7 +162,7 @@ def _run_and_report(
         try:
             writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
             sender = ResultSender(job, rank, writer)
-            if sender.looks_at_steps:
+            if sender.needs_first_steps:
                 hooks.add(sender)
             if not (job.in_kernel or job.is_live):
                 renew_accelerate_state(job.plan)
@@ -225,7 +225,7 @@ def _deliver(
         writer.write(returned)
     sender.gather()
     is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
-    if not job.is_live and (is_apart or sender.has_more):  # queued work may change that
+    if not job.is_live and (is_apart or sender.sends_anything):  # queued work may change that
         if not job.in_kernel:
             join_threads()
         elif _has_process_group():

@@ -447,13 +447,13 @@ def test_a_launch_walks_once_over_what_a_task_refers_to(
     monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     searched: list[Task] = []
-    find = tasks._find_references
+    find = tasks._search_references
 
     def counted(task: Task) -> list[tasks.Reference]:
         searched.append(task)
         return find(task)
 
-    monkeypatch.setattr(tasks, "_find_references", counted)
+    monkeypatch.setattr(tasks, "_search_references", counted)
     assert runs.launch(filled, torch.nn.Linear(2, 2), n=2, engine=engine).results == [3, 3]
     assert [task.references for task in searched] == [[]]
     if engine == "fork":  # its ranks have the kernel's, until the task begins

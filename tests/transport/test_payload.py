@@ -149,7 +149,7 @@ def test_an_accelerator_of_the_notebook_is_refused() -> None:
 def test_only_what_a_cell_reads_goes() -> None:
     source = "k = 2\ndef train(model): return helper() + k"
     namespace = {"model": 1, "helper": len, "k": threading.Lock(), "unused": threading.Lock()}
-    needed = payload.needed_names(cell.read_cell(source, "c", namespace))
+    needed = payload.needed_variables(cell.read_cell(source, "c", namespace))
     assert needed == {"model": 1, "helper": len}
 
 

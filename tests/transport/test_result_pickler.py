@@ -93,9 +93,9 @@ def test_a_tensor_elsewhere_arrives_on_the_cpu() -> None:
 
         requires_grad = True
 
-    rebuilt, args = result_pickler._tensor_on_cpu(torch, Elsewhere())[:2]
+    rebuilt, args = result_pickler._reduce_tensor(torch, Elsewhere())[:2]
     assert torch.equal(rebuilt(*args), torch.ones(2))
-    assert result_pickler._tensor_on_cpu(torch, torch.ones(1)) is NotImplemented
+    assert result_pickler._reduce_tensor(torch, torch.ones(1)) is NotImplemented
 
 
 @pytest.mark.gpu

@@ -70,7 +70,7 @@ class LiveEngine(Engine):
         task, there = plan.task, dict[int, Part]()
         if isinstance(task, Cell):
             has = set.intersection(*(set(self._members.names[rank]) for rank in self._targets))
-            needed = payload.needed_names(task)
+            needed = payload.needed_variables(task)
             missing = {name: value for name, value in needed.items() if name not in has}
             self.sent = list(missing)
             self.notes = _sent_note(missing)

@@ -68,13 +68,18 @@ Adapter = Mapping[str, Any]
 
 
 def unwrap(value: Any, *, keep: str = "") -> Any:
-    """Return a model or an optimizer without wrappers, but leave a wrapper of class `keep`."""
+    """Return a model or an optimizer without wrappers, but leave a wrapper of class `keep`.
+
+    Nested wrappers are removed down to the first of that class. A value without a known wrapper is
+    returned as it is; the value is not changed.
+    """
     while (attributes := _wrapped_attributes(value)) and type(value).__name__ != keep:
         value = getattr(value, attributes[0])
     return value
 
 
 def _wrapped_attributes(value: Any) -> tuple[str, ...]:
+    """Return the attributes of a wrapper that may hold what it wraps; () for what is no wrapper."""
     keys = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(value).__mro__)
     return next((_WRAPPED_ATTRIBUTES[key] for key in keys if key in _WRAPPED_ATTRIBUTES), ())
 
@@ -82,8 +87,8 @@ def _wrapped_attributes(value: Any) -> tuple[str, ...]:
 def plain_paths(module: Any) -> dict[str, str]:
     """Map the path of each part of a module to its path without wrappers.
 
-    A wrapper that has tensors or parts of its own stays in the paths: without it, two tensors
-    could have the same name.
+    Both paths of the module itself are "". A wrapper that has tensors or parts of its own stays in
+    the paths: without it, two tensors could have the same name.
     """
     paths, bare = {"": ""}, set[str]()
     for path, part in module.named_modules(remove_duplicate=False):
@@ -105,7 +110,10 @@ def plain_name(name: str, paths: dict[str, str]) -> str:
 
 
 def plain_parts(module: Any) -> dict[str, Any]:
-    """Return the parts of a module by their paths without wrappers. Wrappers are left out."""
+    """Return the parts of a module, itself as "", by their paths without wrappers.
+
+    Wrappers are left out: their path has the part in them. A shared part has its first path only.
+    """
     paths = plain_paths(module)
     return {paths[path]: part for path, part in module.named_modules()}
 
@@ -117,7 +125,11 @@ def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers by all their names, without wrappers."""
+    """Return the parameters and buffers by all their names, without wrappers.
+
+    The tensors are the module's own, also buffers that are in no state_dict. Tied ones have several
+    names.
+    """
     paths = plain_paths(module)
     every = (
         *module.named_parameters(remove_duplicate=False),
@@ -127,7 +139,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def transient_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of the buffers that are in no state_dict. Most are caches."""
+    """Return the names, without wrappers, of buffers that are in no state_dict. Most are caches."""
     paths = plain_paths(module)
     return {
         plain_name(f"{path}.{name}", paths)
@@ -137,9 +149,9 @@ def transient_names(module: torch.nn.Module) -> set[str]:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is one rank's part of a `DTensor`, or of a parameter in DeepSpeed's ZeRO 3.
+    """Return whether a tensor is a `DTensor`, or a parameter in DeepSpeed's ZeRO 3.
 
-    ZeRO 3 leaves small parameters whole, but they too are gathered in its way.
+    ZeRO 3 leaves small parameters whole, but they too are gathered in its way, and count.
     """
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_tensor")
 
@@ -147,7 +159,9 @@ def is_sharded(tensor: Any) -> bool:
 def find_parts(values: Mapping[str, Any]) -> dict[int, Part]:
     """Return the parts of models, optimizers and schedulers among `values`, by their ids.
 
-    A parameter counts as its model's rather than its optimizer's, in any order of `values`.
+    A value in a wrapper is searched without it. A parameter counts as its model's rather than its
+    optimizer's, in any order of `values`; a part of two values is the first one's. Other values,
+    and those that cannot be read, have no part.
     """
     known: dict[int, Part] = {}
     for is_model_pass in (True, False):
@@ -161,7 +175,10 @@ def find_parts(values: Mapping[str, Any]) -> dict[int, Part]:
 
 
 def _list_parts(value: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield the parts of a model or an optimizer: each with its kind and path."""
+    """Yield the parts of a model, an optimizer or a scheduler: each with its kind and path.
+
+    Nothing for another value. The optimizer of a scheduler is a part of it.
+    """
     if is_model(value):
         paths = plain_paths(value)
         for path, module in value.named_modules():
@@ -174,7 +191,10 @@ def _list_parts(value: Any) -> Iterator[tuple[Any, str, str]]:
 
 
 def get_part(part: Sequence[str], values: Mapping[str, Any]) -> Any:
-    """Return the part with that name among these values. Raises `NbtrainError` if it is gone."""
+    """Return the part with that name among these values. Raises `NbtrainError` if it is gone.
+
+    Also reads the names of two fields that nbtrain 0.2 wrote.
+    """
     if len(part) == 2:  # as nbtrain 0.2 wrote it
         part = (part[0], "tensor" if part[1] else "", part[1])
     name, kind, path = part
@@ -204,7 +224,11 @@ def stepped_parameters(value: Any) -> list[Any]:
 
 
 def find_adapters(module: torch.nn.Module) -> list[Adapter]:
-    """Return the adapters whose layers are in a module and that `insert_adapters` can add."""
+    """Return the adapters whose layers are in a module and that `insert_adapters` can add.
+
+    Empty if PEFT is not loaded. Left out are adapters of a `PeftModel`'s own tuner (its base model
+    has them), those whose config is not JSON, and kinds that share state between layers.
+    """
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     tuners: Any = getattr(sys.modules.get("peft.mapping"), "PEFT_TYPE_TO_TUNER_MAPPING", {})
     adapters = list[Adapter]()
@@ -231,7 +255,8 @@ def find_adapters(module: torch.nn.Module) -> list[Adapter]:
 def insert_adapters(module: torch.nn.Module, adapters: Collection[Adapter]) -> None:
     """Have PEFT put adapters into a module, in place. Their tensors still have to be filled.
 
-    Raises `NbtrainError` if PEFT cannot.
+    Also sets which are active, merged and enabled; torch's random state on the CPU is kept. Raises
+    `NbtrainError` if PEFT cannot; the module may be changed in part then, see `restore_structure`.
     """
     import torch
 
@@ -273,7 +298,8 @@ def insert_adapters(module: torch.nn.Module, adapters: Collection[Adapter]) -> N
 def restore_structure(module: torch.nn.Module, *, is_trial: bool) -> Iterator[None]:
     """Undo changes to a module's parts and tensors when the block ends.
 
-    Without `is_trial`, only if an exception ends the block.
+    Without `is_trial`, only if an exception ends the block. Restores attributes, classes and which
+    tensors are used, but not values that were written into a tensor in place.
     """
     containers = (dict, OrderedDict, set, list)
     parts = [(part, type(part), dict(vars(part))) for part in module.modules()]
@@ -314,23 +340,30 @@ class ModelAtStart:
         self._caches = transient_names(model)
         self._paths = {*plain_parts(model)}
 
-    def new_adapters(self, model: Any) -> list[Adapter]:
-        """Return the adapters that PEFT has added since then, and that it can add again."""
+    def find_new_adapters(self, model: Any) -> list[Adapter]:
+        """Return the adapters that PEFT has added since then, and that it can add again.
+
+        Those in a part that the model did not have then are left out.
+        """
         known = [each for each in find_adapters(model) if each["path"] in self._paths]
         return [each for each in known if _identity(each) not in self._adapters]
 
-    def rename(self, by_name: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return values that belong to tensors, by the names that the tensors have now.
+    def move_to_current_names(self, by_name: Mapping[str, Any], model: Any) -> dict[str, Any]:
+        """Return values by tensors' names at the start, by the names that the tensors have now.
 
-        A layer that PEFT puts into another one keeps its tensors, under longer names.
+        A layer that PEFT puts into another one keeps its tensors, under longer names. A name whose
+        tensor is gone stays as it is.
         """
-        names = self._earlier_names(model)
+        names = self._find_earlier_names(model)
         moved = {old for new, old in names.items() if new != old}
         rest = {name: value for name, value in by_name.items() if name not in moved}
         return rest | {new: by_name[old] for new, old in names.items() if old in by_name}
 
-    def _earlier_names(self, model: Any) -> dict[str, str]:
-        """Return, by its name now, the earlier name of each tensor that the model already had."""
+    def _find_earlier_names(self, model: Any) -> dict[str, str]:
+        """Map the name now of each tensor that the model already had to its name at the start.
+
+        Tensors that are new, also those that replaced one of the same name, are left out.
+        """
         alive = {name: ref() for name, ref in self._tensors.items()}
         old = {id(tensor): name for name, tensor in alive.items() if tensor is not None}
         tensors = named_tensors(model)
@@ -341,14 +374,19 @@ class ModelAtStart:
         }
 
     def find_change(self, model: Any) -> Finding | None:
-        """Return what the notebook's model cannot take over; None if it can take everything."""
+        """Return what the notebook's model cannot take over; None if it can take everything.
+
+        Compares names, shapes and kinds of numbers, not values; buffers that are in no state_dict
+        do not count. If the structure fits, the finding is that of a dtype which would round
+        weights.
+        """
         tensors, kinds = named_tensors(model), self._kinds
         optional = self._caches | transient_names(model)
-        here = {*tensors, *self._earlier_names(model).values()}
+        here = {*tensors, *self._find_earlier_names(model).values()}
         both = {n: t for n, t in tensors.items() if n in kinds and n not in optional}
         other = [n for n, t in both.items() if not _fits(t, kinds[n])]
         gone = [n for n in kinds if n not in here]
-        new = [] if self.new_adapters(model) else [n for n in tensors if n not in kinds]
+        new = [] if self.find_new_adapters(model) else [n for n in tensors if n not in kinds]
         names = [n for n in (*other, *gone, *new) if n not in optional]
         if not names:
             return self._find_rounding(both)
@@ -357,21 +395,28 @@ class ModelAtStart:
             f"{self._describe_difference(names[0], tensors)}. If the run ends like this, the "
             f"notebook's `{self._variable}` is not updated."
         )
-        step = _resize_call(model, names, tensors, self._variable)
-        return Finding("changed-model", text, self._remedy(step))
+        code = _find_resize_call(model, names, tensors, self._variable)
+        return Finding("changed-model", text, self._advise_load(code))
 
-    def _remedy(self, step: str) -> str:
-        """Return how to load the trained weights into a model that was changed by `step`."""
+    def _advise_load(self, code: str) -> str:
+        """Return how to load the weights after the run. `code` is what the user runs first, or "".
+
+        For example ``model.resize_token_embeddings(5)``; "" advises to change the model in the same
+        way.
+        """
         line = f"nbtrain.last_run().load({self._variable})"
-        if step:
-            return f"After the run, `{step}; {line}` loads the trained weights."
+        if code:
+            return f"After the run, `{code}; {line}` loads the trained weights."
         return (
             f"After the run, change the notebook's `{self._variable}` in the same way: "
             f"`{line}` then loads the trained weights."
         )
 
     def _describe_difference(self, name: str, tensors: Mapping[str, Any]) -> str:
-        """Return how a tensor differs from the notebook's in shape, type or presence."""
+        """Return how a tensor differs from the notebook's: in presence, else shape, else dtype.
+
+        It continues "the run changes more than the values: ". The two must differ.
+        """
         if name not in tensors:
             return f"it no longer has `{name}` in the ranks"
         if name not in self._kinds:
@@ -382,7 +427,11 @@ class ModelAtStart:
         return f"`{name}` is {pair[0]} in the ranks, {pair[1]} in the notebook"
 
     def _find_rounding(self, tensors: Mapping[str, Any]) -> Finding | None:
-        """Return that the dtype of the notebook's model cannot hold the trained weights."""
+        """Return a finding if the notebook's dtype cannot hold the trained weights; else None.
+
+        `tensors` are those that both have. Only the first tensor that would lose precision or range
+        is reported.
+        """
         import torch
 
         floats = {n: t.dtype for n, t in tensors.items() if t.is_floating_point()}
@@ -395,8 +444,8 @@ class ModelAtStart:
                     "the notebook gets rounded weights."
                 )
                 one = len({*floats.values()}) == 1
-                step = f"{self._variable}.to({dtype})" if one else ""
-                return Finding("rounded-model", text, self._remedy(step))
+                code = f"{self._variable}.to({dtype})" if one else ""
+                return Finding("rounded-model", text, self._advise_load(code))
         return None
 
 
@@ -410,15 +459,23 @@ def _shape(tensor: Any) -> tuple[int, ...] | None:
 
 
 def _fits(tensor: Any, kind: tuple[tuple[int, ...] | None, Any]) -> bool:
+    """Return whether a tensor has the shape of `kind`, and both or neither are floating point.
+
+    Any shape fits one that was unknown at the start.
+    """
     shape, dtype = kind
     is_number = tensor.dtype.is_floating_point == dtype.is_floating_point
     return is_number and shape in (None, _shape(tensor))
 
 
-def _resize_call(
+def _find_resize_call(
     model: Any, names: Collection[str], tensors: Mapping[str, Any], variable: str
 ) -> str:
-    """Return the call that resizes the embeddings of a transformers model; "" if more differs."""
+    """Return the call that resizes the embeddings of a transformers model; "" if more differs.
+
+    More differs if any of `names` is not a tensor of the input or output embeddings. The size in
+    the call is that of the rank's model.
+    """
     if not hasattr(type(model), "resize_token_embeddings"):
         return ""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]

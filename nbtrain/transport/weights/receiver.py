@@ -37,7 +37,7 @@ class ModelKind(Protocol):
         """Return the models of this kind that a plan copies back, by name."""
 
     def fingerprint(self, model: Any) -> Any:
-        """Return a value that differs once a weight of the model does."""
+        """Return a value that differs once a weight of the model does. May raise anything."""
 
     def load(self, model: Any, path: Path) -> None:
         """Set a model's weights to those of a file. Raises if they do not fit."""
@@ -69,21 +69,27 @@ class ResultReceiver:
         self._launch = _Launch({}, {}, ())
 
     def remember(self) -> None:
-        """Remember what the notebook has now, as it may change that before the run has ended."""
+        """Remember what the notebook has now, as it may change that before the run has ended.
+
+        Reads all weights. Without this call, for a cell that waits, `take` overwrites changes.
+        """
         self._launch = _Launch(self.objects(), self._namespace, self._out)
         for name, (kind, ref) in self._others.items():
             with contextlib.suppress(Exception):  # the library's: then changes are not noticed
                 self._fingerprints[name] = kind.fingerprint(ref())
 
     def objects(self) -> dict[str, Any]:
-        """Return the models and optimizers that are copied back and still exist."""
+        """Return the objects that are copied back and still exist, by name.
+
+        They are models, optimizers and schedulers of torch, not those of `model_kinds`.
+        """
         return {name: value for name, ref in self._objects.items() if (value := ref()) is not None}
 
     def take(self, folder: RunFolder, state: RunState) -> RunState:
         """Copy what the ranks saved, weights in place and variables by assignment, once.
 
-        Return the run's state afterwards. Raises nothing: the state and a warning report what
-        cannot be copied.
+        Returns the run's state afterwards; from the second call on, `state` as it is. Writes an
+        event for each value. Raises nothing: the state and a warning report what cannot be copied.
         """
         if self._has_received:
             return state
@@ -109,7 +115,11 @@ class ResultReceiver:
     def _receive(
         self, folder: RunFolder, saved: Sequence[ev.ArtifactSaved]
     ) -> list[ev.ArtifactLoaded]:
-        """Load all that was saved; return an event for each value, with its trouble."""
+        """Load all that was saved into the notebook; return an event for each value.
+
+        The event of a value that cannot be loaded has the reason; it stays as the notebook has it.
+        Raises nothing for a missing or damaged file.
+        """
         troubles: dict[str, Finding] = {}
         for sent in saved:
             if sent.trouble:
@@ -147,7 +157,11 @@ class ResultReceiver:
         ]
 
     def _load_other(self, folder: RunFolder, name: str) -> None:
-        """Load the weights of a model of another library. Raises any exception of that library."""
+        """Load the weights of a model of another library, in place.
+
+        Raises `NbtrainError` if the model is gone or the notebook has changed it since `remember`,
+        else any exception of that library.
+        """
         kind, ref = self._others[name]
         before = self._fingerprints.get(name)
         if (model := ref()) is None:
@@ -163,9 +177,9 @@ class ResultReceiver:
         stamps: Mapping[str, str],
         troubles: dict[str, Finding],
     ) -> list[str]:
-        """Load weights in place; return the names of the objects that did not change.
+        """Load weights in place; return the names of the objects that had the same values.
 
-        Add to `troubles` why some cannot be loaded. Every file is checked before any is loaded.
+        Adds to `troubles` why some cannot be loaded. Every file is checked before any is loaded.
         What shares tensors with an object that cannot be loaded is not loaded either, because that
         would change a part of this object.
         """
@@ -176,9 +190,9 @@ class ResultReceiver:
                 try:
                     with _only_nbtrain_errors():
                         value = objects.get(name)
-                        file = _open(folder, name, stamps, files, value)
+                        file = _open_weights(folder, name, stamps, files, value)
                         load_weights = state_io.prepare_load(file, value, is_handed_over=True)
-                        self._launch.check(name, value, file)
+                        self._launch.check_unchanged(name, value, file)
                         ready[name] = load_weights
                 except NbtrainError as error:
                     troubles[name] = Finding("", str(error))
@@ -212,8 +226,12 @@ class _Launch:
                 self._fingerprints[name] = state_io.state_fingerprints(value)
         self._values = {name: namespace.get(name) for name in out if name not in objects}
 
-    def check(self, name: str, value: Any, file: WeightReader) -> None:
-        """Raise `NbtrainError` if the notebook has changed an object since the launch."""
+    def check_unchanged(self, name: str, value: Any, file: WeightReader) -> None:
+        """Raise `NbtrainError` if the notebook has changed an object since the launch.
+
+        Does nothing for an object without fingerprints, as when the cell waits for the run. Tensors
+        in memory that is shared with the ranks do not count.
+        """
         if name not in self._fingerprints:  # the cell waited for the run
             return
         changed = list[str]()
@@ -229,7 +247,10 @@ class _Launch:
     def find_reassigned(
         self, values: Collection[str], namespace: Mapping[str, Any]
     ) -> dict[str, Finding]:
-        """Return which variables the notebook has assigned since the launch."""
+        """Return a finding, by name, for each of `values` that was assigned since the launch.
+
+        Empty when the cell waits for the run. Only another object counts, not one changed in place.
+        """
         text = (
             "the notebook changed it after the launch, so it keeps the notebook's value. "
             "run.out[{!r}] is the run's value"
@@ -244,7 +265,7 @@ class _Launch:
 def _find_blocking_object(
     value: Any, objects: Mapping[str, Any], troubles: Mapping[str, Finding]
 ) -> str:
-    """Return the name of an object that was not loaded, and that `value` depends on; or "".
+    """Return the name of an object with trouble that `value` depends on; "" without one.
 
     A model depends on those that it shares tensors with, an optimizer on the models that it trains,
     a scheduler on its optimizer, too.
@@ -261,14 +282,18 @@ def _tensor_ids(value: Any) -> set[int]:
     return set(map(id, named_tensors(value).values())) if is_model(value) else set()
 
 
-def _open(
+def _open_weights(
     folder: RunFolder,
     name: str,
     stamps: Mapping[str, str],
     files: contextlib.ExitStack,
     target: Any,
 ) -> WeightReader:
-    """Open a file of weights, which `files` closes. Raises `NbtrainError` without a target."""
+    """Open a file of weights, which `files` closes. Raises `NbtrainError` without a `target`.
+
+    Also raises what `WeightReader` raises for a file that is gone or damaged. `target` is not used
+    otherwise.
+    """
     if target is None:
         raise NbtrainError(
             "the notebook's object no longer exists. "
@@ -279,7 +304,10 @@ def _open(
 
 @contextlib.contextmanager
 def _only_nbtrain_errors(prefix: str = "") -> Iterator[None]:
-    """Raise every exception as an `NbtrainError`: a file may be gone, a target of any class."""
+    """Raise every exception as an `NbtrainError`, with the prefix before its text.
+
+    A file may be gone, a target of any class. A subclass of `NbtrainError` stays that.
+    """
     try:
         yield
     except Exception as error:
@@ -293,10 +321,11 @@ def _describe_error(error: Exception) -> str:
     return str(error) if isinstance(error, NbtrainError) else f"{type(error).__name__}: {error}"
 
 
-def values(folder: RunFolder, receiver: ResultReceiver | None) -> dict[str, Any]:
-    """Return the returned variables by name; warn about those that cannot be unpickled.
+def load_variables(folder: RunFolder, receiver: ResultReceiver | None) -> dict[str, Any]:
+    """Unpickle the returned variables, by name; warn about those that cannot be unpickled.
 
-    If all fail, raises the first error.
+    A variable that every rank returned is a list by rank, with None for a rank without it. If all
+    fail, raises the first error.
     """
     variables, lost = _unpickle_values(folder, receiver)
     if lost and not variables:
@@ -310,9 +339,11 @@ def values(folder: RunFolder, receiver: ResultReceiver | None) -> dict[str, Any]
 def _unpickle_values(
     folder: RunFolder, receiver: ResultReceiver | None
 ) -> tuple[dict[str, Any], dict[str, Exception]]:
-    """Return the returned variables by name, and why others could not be unpickled.
+    """Unpickle the returned variables; return them by name, and why others could not be.
 
-    A reference to a model of the notebook needs that model to exist.
+    A variable that every rank returned is a list by rank, with None for a rank without it. A
+    reference to a model of the notebook needs that model to exist, in `receiver`. Raises if a
+    rank's file cannot be read.
     """
     objects = receiver.objects() if receiver is not None else {}
     find = partial(get_part, values=objects)
@@ -341,7 +372,8 @@ def load(
 ) -> None:
     """Load weights that a run saved into `target`, or with None into the notebook's own objects.
 
-    Raises `NbtrainError`, and nothing is changed then.
+    `name` chooses among several saved ones. Raises `NbtrainError`: nothing is changed then, unless
+    writing itself fails (`PartlyLoaded`).
     """
     folder.check_exists()
     known = receiver.objects() if receiver is not None else {}
@@ -352,7 +384,7 @@ def load(
         for each in names:  # all of them are checked before any is loaded
             into = known.get(each) if target is None else target
             with _only_nbtrain_errors(f"`{each}` was not loaded, and nothing changed: "):
-                file = _open(folder, each, stamps, files, into)
+                file = _open_weights(folder, each, stamps, files, into)
                 ready[each] = state_io.prepare_load(file, into)
         for each, load_weights in ready.items():
             with _only_nbtrain_errors(f"`{each}`: "):
@@ -362,7 +394,11 @@ def load(
 def _select_weights(
     folder: RunFolder, known: Mapping[str, Any], target: Any, name: str | None
 ) -> list[str]:
-    """Return the names of the weights to load. Raises `NbtrainError` if the choice is unclear."""
+    """Return the names of the saved weights to load, at least one.
+
+    `name` if given, else those of `target`, else the only ones of its kind; with None, all that the
+    kernel has. Raises `NbtrainError` if nothing fits, or several do.
+    """
     saved = folder.list_weights()
     targets = {n: value for n, value in known.items() if value is target or target is None}
     wanted = [n for n in saved if n in targets]
@@ -394,7 +430,7 @@ def _select_weights(
 
 
 def _read_kind(folder: RunFolder, name: str) -> str:
-    """Return what a file holds; "" for one that cannot be read."""
+    """Return what a file holds, as `state_io.kind_of`; "" for one that cannot be read."""
     with contextlib.suppress(NbtrainError, OSError), WeightReader(folder.weights_of(name)) as file:
         return str(file.about["kind"])
     return ""

@@ -70,7 +70,7 @@ class ResultSender:
         self._sent = self._objects if rank == 0 else {}
         self._before = {name: self._fingerprints(value) for name, value in self._objects.items()}
         has_shared = rank == 0 and not self._is_live
-        self._addresses = _addresses(self._objects.values()) if has_shared else {}
+        self._addresses = _find_shared_addresses(self._objects.values()) if has_shared else {}
         self._at_start: dict[str, ModelAtStart] = {}
         self._remember_models()
         self._flattened: list[tuple[Any, Any]] = []
@@ -80,7 +80,7 @@ class ResultSender:
             name for name, value in self._objects.items() if not is_model(value)
         }.difference(plan.out)
         """Optimizers and schedulers that no `--out` names. They are sent if they can be."""
-        self._settings = {name: _settings(self._objects[name]) for name in self._unasked}
+        self._settings = {name: _describe_settings(self._objects[name]) for name in self._unasked}
         self._stepped: set[int] = set()
         """Ids of the optimizers that have made a step."""
         self._unsent: set[str] = set()
@@ -94,7 +94,7 @@ class ResultSender:
             self._patch_libraries()
 
     def _patch_libraries(self) -> None:
-        """Watch for FSDP and pipeline stages, whose parts are gathered in other ways."""
+        """Patch FSDP and pipeline stages to note their parts, which are gathered in other ways."""
         fsdp = "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel"
         patch(fsdp, "__init__", self._fsdp_init)
         # Private (seen in torch 2.4 to 2.13): both the stages that the user makes and those that
@@ -103,13 +103,20 @@ class ResultSender:
         patch(stage, "__init__", self._stage_init)
 
     def _fingerprints(self, value: Any) -> Any:
+        """Return the fingerprints of a model in rank 0, by name; else {}.
+
+        Also {} in a live rank, whose models are always sent, and for a model that cannot be read.
+        """
         with contextlib.suppress(Exception):  # a model that cannot be read is always sent
             if self._rank == 0 and is_model(value) and not self._is_live:
                 return fingerprints(state_io.contents(value))
         return {}
 
     def _remember_models(self) -> None:
-        """Keep what the notebook's models were before the task, to describe changes."""
+        """Keep what the notebook's models were before the task, to describe changes.
+
+        A model that cannot be read is left out. Only rank 0 keeps any.
+        """
         variables = public(namespace(self._plan.task))
         for name, value in self._sent.items():
             if is_model(value):
@@ -119,12 +126,17 @@ class ResultSender:
                     self._at_start[name] = ModelAtStart(value, variable, self._is_live)
 
     @property
-    def looks_at_steps(self) -> bool:
-        """Whether `on_first_step` has anything to do."""
+    def needs_first_steps(self) -> bool:
+        """Return whether `on_first_step` has anything to do."""
         return bool(self._sent)
 
     def on_first_step(self, optimizer: Any) -> None:
-        """Report changes of the models that an optimizer begins to train. A hook calls this."""
+        """Record a note for each model whose weights the notebook's cannot take over.
+
+        A hook calls this at an optimizer's first step; only models that it trains and that are
+        whole in this rank are checked. Names, shapes and dtypes of their tensors are compared with
+        those at the start, values are not. Also notes that the optimizer has made a step.
+        """
         self._stepped.add(id(optimizer))
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, start in self._at_start.items():
@@ -136,7 +148,10 @@ class ResultSender:
                 self._writer.write(ev.RunNote.of(change))
 
     def _fsdp_init(self, original: Any, wrapper: Any, module: Any, *args: Any, **rest: Any) -> None:
-        """Keep each FSDP (version 1) of a returned model: only it can gather the tensors."""
+        """Keep each FSDP (version 1) of a returned model: only it can gather the tensors.
+
+        Replaces ``FullyShardedDataParallel.__init__``, which it calls.
+        """
         models = [value for value in self._objects.values() if value is module]
         original(wrapper, module, *args, **rest)
         self._flattened += [(model, wrapper) for model in models]
@@ -146,15 +161,18 @@ class ResultSender:
         self._staged |= {id(tensor): tensor for tensor in named_tensors(stage.submod).values()}
 
     @property
-    def has_more(self) -> bool:
-        """Whether `send` saves anything of this rank."""
+    def sends_anything(self) -> bool:
+        """Return whether `send` saves anything of this rank.
+
+        True also if it may turn out that nothing changed.
+        """
         return bool(self._plan.out or self._sent)
 
     def gather(self) -> None:
-        """Gather what is sharded. Every rank must call this before it leaves the group.
+        """Gather what is sharded, for `send`. Every rank must call this before it leaves the group.
 
-        This and `send` report what cannot be returned, and raise nothing: the training has
-        succeeded, and its result counts.
+        Only rank 0 keeps it. Both methods report what cannot be returned, and raise nothing: the
+        training has succeeded, and its result counts.
         """
         for name, value in self._objects.items():
             with self._reporting(name):
@@ -166,7 +184,7 @@ class ResultSender:
                 keep = self._rank == 0
                 if is_model(value):
                     tensors = self._gather_model(value)
-                    self._gathered[name] = self._changes(name, tensors) if tensors else None
+                    self._gathered[name] = self._model_changes(name, tensors) if tensors else None
                 elif keep or is_optimizer(value):
                     state = state_io.state_file(value, keep=keep)
                     self._gathered[name] = state if keep else None
@@ -174,28 +192,32 @@ class ResultSender:
     def send(self, result: Any = None) -> None:
         """Save what is returned in the run folder, except the task's `result`, which is there.
 
-        Ranks need not wait for one another.
+        These are changed weights (rank 0) and the variables of ``--out``. An earlier file of what
+        is not saved is removed. Ranks need not wait for one another; raises nothing, see `gather`.
+        `result` is not used.
         """
         for name, value in self._sent.items():
             with self._reporting(name):
                 if name in self._unasked:
-                    content = self._unasked_state(name, value)
+                    content = self._read_unasked_state(name, value)
                 elif name in self._gathered:
                     content = self._gathered.pop(name)
                 else:  # it is whole in this rank
-                    content = self._changes(name, named_tensors(value))
+                    content = self._model_changes(name, named_tensors(value))
                 if content is not None:
                     self._write(name, content)
                 else:  # a failed attempt may have left a file
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
 
-    def _changes(
+    def _model_changes(
         self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
     ) -> WeightFile | None:
-        """Return what is sent of a model; None if nothing changed.
+        """Return what is sent of a model, given its whole `tensors`; None if nothing changed.
 
         Tensors in memory that the notebook shares are left out: other ranks may train them still.
+        With `entire`, has all other tensors if any changed. Raises `NbtrainError` for a tensor that
+        no file can have.
         """
         model, start = self._objects[name], self._at_start.get(name)
         shared = self._shared_names(tensors)
@@ -203,8 +225,8 @@ class ResultSender:
         tensors = {n: tensor for n, tensor in tensors.items() if n not in shared}
         about: dict[str, Any] = {}
         if start is not None:  # the model can be read
-            before = start.rename(before, model)
-            about = {"adapters": start.new_adapters(model), "remedy": ""}
+            before = start.move_to_current_names(before, model)
+            about = {"adapters": start.find_new_adapters(model), "remedy": ""}
             with contextlib.suppress(Exception):  # a model of an unknown kind gets no advice
                 if not self._is_in_parts(model) and (change := start.find_change(model)):
                     about["remedy"] = change.remedy
@@ -222,12 +244,13 @@ class ResultSender:
             if (place := self._addresses.get(id(tensor))) and place == shared_address(tensor)
         ]
 
-    def _unasked_state(self, name: str, value: Any) -> WeightFile | None:
+    def _read_unasked_state(self, name: str, value: Any) -> WeightFile | None:
         """Return the state of an optimizer or a scheduler that no `--out` names.
 
-        None if it is unchanged, or cannot be used in the notebook.
+        None if it is unchanged, or cannot be used in the notebook. An optimizer that would be sent
+        but is sharded or too large is added to `_unsent`, and its scheduler is not sent either.
         """
-        is_set = _settings(value) != self._settings[name]
+        is_set = _describe_settings(value) != self._settings[name]
         if is_scheduler(value):
             unsent = {id(self._objects[each]) for each in self._unsent}
             if is_set and id(getattr(value, "optimizer", None)) not in unsent:
@@ -252,9 +275,10 @@ class ResultSender:
         return None
 
     def rescue(self) -> None:
-        """Save small models (`RESCUE_MAX_BYTES`) as they are now, after a failure.
+        """Save small models (up to `RESCUE_MAX_BYTES`) that changed, as they are, after a failure.
 
-        The other ranks may be dead, so a sharded model is not saved.
+        The other ranks may be dead, so a sharded model is not saved. Only rank 0 saves. Raises
+        nothing.
         """
         for name, value in self._sent.items():
             with contextlib.suppress(Exception):  # the failure itself is what is reported
@@ -264,13 +288,13 @@ class ResultSender:
                 tensors = named_tensors(value)
                 if sum(map(size_of, tensors.values())) <= RESCUE_MAX_BYTES:
                     # All tensors: the user may load them into another model.
-                    content = self._changes(name, tensors, entire=True)
+                    content = self._model_changes(name, tensors, entire=True)
                     if content is not None:
                         self._write(name, content)
 
     @contextlib.contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
-        """Report an exception of the body as the reason why `name` was not saved."""
+        """Report an exception of the block as why `name` was not saved, and swallow it."""
         try:
             yield
         except _FolderError as error:
@@ -280,10 +304,14 @@ class ResultSender:
             self._report(name, trouble=f"{kind}{error}")
 
     def _report(self, name: str, **about: Any) -> None:
+        """Record that a value was saved, or with `trouble` why it was not."""
         self._writer.write(ev.ArtifactSaved(clock.now(), self._rank, name, **about))
 
     def _write(self, name: str, content: WeightFile) -> None:
-        """Save weights under a name, whole or not at all, and report them."""
+        """Save weights under a name, whole or not at all, and report them.
+
+        Replaces an earlier file. Raises `_FolderError` if the folder cannot be written to.
+        """
         path = self._folder.weights_of(name)
         partial = path.with_suffix(".partial")
         try:
@@ -310,7 +338,7 @@ class ResultSender:
         )
 
     def _is_sharded(self, module: Any) -> bool:
-        has_flat = self._flat_root(module) is not None
+        has_flat = self._find_flat_root(module) is not None
         return has_flat or any(map(is_sharded, named_tensors(module).values()))
 
     def _is_in_parts(self, module: Any) -> bool:
@@ -319,21 +347,25 @@ class ResultSender:
     def _is_in_stages(self, module: Any) -> bool:
         return any(id(tensor) in self._staged for tensor in named_tensors(module).values())
 
-    def _flat_root(self, module: Any) -> Any:
+    def _find_flat_root(self, module: Any) -> Any:
         """Return what FSDP version 1 can gather: the model's wrapper, the model itself, or None."""
         wrappers = [wrapper for model, wrapper in self._flattened if model is module]
         inside = any(type(part).__name__ == FSDP for part in module.modules())
         return wrappers[-1] if wrappers else module if inside else None
 
     def _gather_model(self, module: Any) -> dict[str, Any] | None:
-        """Return the whole tensors of a sharded model, on the CPU; None in ranks other than 0."""
+        """Return the whole tensors of a sharded model, on the CPU, in rank 0 only.
+
+        Every rank must call this. Raises `NbtrainError` if the process group is gone, and in rank 0
+        if another node got the whole model.
+        """
         dist: Any = sys.modules["torch.distributed"]
         if not dist.is_initialized():
             raise NbtrainError(
                 "its parts are on several ranks, but the function has destroyed the process group. "
                 "Do not destroy the group in the function; nbtrain does so afterwards"
             )
-        root = self._flat_root(module)
+        root = self._find_flat_root(module)
         if root is not None:
             flat = _gather_flat(root, module, keep=self._rank == 0)
             if self._rank == 0 and flat is None:
@@ -355,7 +387,11 @@ class ResultSender:
     # Variables
 
     def _send_values(self) -> None:
-        """Pickle the variables that ``--out`` names, and report those that are missing."""
+        """Save the variables that ``--out`` names, and report those that are missing.
+
+        Rank 0 saves all of these, other ranks those with a name for all ranks. What is copied back
+        as weights is skipped. No file is written if nothing can be pickled.
+        """
         wanted = [n for n in self._plan.out if n.endswith(OF_ALL) or self._rank == 0]
         pickled: dict[str, bytes] = {}
         variables = named_values(self._plan.task)
@@ -395,7 +431,10 @@ class ResultSender:
             self._report(asked.removesuffix(OF_ALL), size=len(data), **about)
 
     def _check_is_in_no_stage(self, value: Any) -> None:
-        """Raise `NbtrainError` if pipeline stages hold a value's layers."""
+        """Raise `NbtrainError` if pipeline stages hold a model's layers, or an optimizer's.
+
+        For an optimizer, any returned model in stages counts. Other values always pass.
+        """
         models = [value] if is_model(value) else []
         if hasattr(value, "param_groups"):
             models = [model for model in self._returned.values() if is_model(model)]
@@ -406,8 +445,11 @@ class ResultSender:
             )
 
 
-def _addresses(values: Iterable[Any]) -> dict[int, int]:
-    """Return where tensors of models and optimizers are in shared memory, by their ids."""
+def _find_shared_addresses(values: Iterable[Any]) -> dict[int, int]:
+    """Return where tensors of models and optimizers are in shared memory, by their ids.
+
+    The address is 0 for a tensor that is not in shared memory.
+    """
     places = {}
     for value in values:
         with contextlib.suppress(Exception):  # it may be of a user's class
@@ -418,12 +460,16 @@ def _addresses(values: Iterable[Any]) -> dict[int, int]:
 
 
 def _state_values(optimizer: Any) -> list[Any]:
+    """Return the values that are set in an optimizer's state: tensors and numbers."""
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     return [part for state in states for part in state.values() if part is not None]
 
 
-def _settings(value: Any) -> str:
-    """Return the settings of an optimizer or a scheduler as a text, to find out if they change."""
+def _describe_settings(value: Any) -> str:
+    """Return the settings of an optimizer or the state of a scheduler as a text, to compare it.
+
+    "" if it cannot be read.
+    """
     with contextlib.suppress(Exception):  # users' own classes
         if is_optimizer(value):
             groups = value.param_groups
@@ -444,7 +490,10 @@ class _FolderError(OSError):
 
 
 def _reshard(value: Any) -> None:
-    """Free the whole, cast tensors that an evaluation leaves in FSDP version 2."""
+    """Free the whole, cast tensors that an evaluation leaves in FSDP version 2.
+
+    Does nothing for other values.
+    """
     cls: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     for part in value.modules() if cls and is_model(value) else ():
         if isinstance(part, cls):
@@ -452,7 +501,7 @@ def _reshard(value: Any) -> None:
 
 
 def _gather_flat(root: Any, module: Any, *, keep: bool) -> dict[str, Any] | None:
-    """Return the whole tensors of a model in FSDP version 1.
+    """Return the whole tensors of a model in FSDP version 1, on the CPU. Every rank must call this.
 
     None in ranks that do not `keep` them, or did not get them. On the CPU not by the state_dict:
     with ``offload_to_cpu`` that reads freed memory, and the rank dies (SIGSEGV; torch 2.13).

@@ -84,7 +84,11 @@ class WeightFile:
 
 
 def save(content: WeightFile, path: Path) -> list[str]:
-    """Write a file; return the names of the tensors that are not finite. Raises `OSError`."""
+    """Write a file, in place; return the sorted names of the tensors that are not finite.
+
+    Only tensors that safetensors holds as they are are checked for that. Raises `OSError`, also for
+    errors of safetensors.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -162,24 +166,28 @@ class WeightReader:
     def check(self) -> None:
         """Read the whole file. Raises `NbtrainError` if a checksum is not as it was written.
 
-        A file that nobody has written to since the rank closed it is not read again.
+        A file that is unchanged since the rank closed it is not read again.
         """
         for name, tensor in () if self._is_as_written else self._read_stored(self.names()):
             if checksum(tensor) != self.about["checksums"][name]:
                 raise self._damage_error(f"`{name}` is not what the rank wrote")
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield tensors with their names. They are mapped from the file: copy what you keep."""
+        """Yield tensors with their names; an encoded one is decoded.
+
+        Others are mapped from the file: copy what you keep.
+        """
         for name, tensor in self._read_stored(names):
             yield name, decode(tensor) if name in self.about["encoded"] else tensor
 
     def _read_stored(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._map() as file:
+        """Yield tensors as the file has them, mapped, with their names. Raises `NbtrainError`."""
+        with self._open_mapped() as file:
             for name in names:
                 yield name, file.get_tensor(name)
 
-    def _map(self) -> Any:
-        """Open the file for reading. Raises `NbtrainError` if it is damaged."""
+    def _open_mapped(self) -> Any:
+        """Return a context manager that maps the file. Raises `NbtrainError` if it is damaged."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -188,8 +196,12 @@ class WeightReader:
             raise self._damage_error(str(error)) from error
 
     def _read_about(self) -> dict[str, Any]:
-        """Return the header of the file. Raises `NbtrainError` if it is not nbtrain's."""
-        with self._map() as file:
+        """Return nbtrain's entry of the file's header, read from JSON.
+
+        Raises `NbtrainError` if there is no such entry, if it is of an early version of nbtrain, or
+        if it names other tensors than the file has.
+        """
+        with self._open_mapped() as file:
             metadata, names = file.metadata() or {}, set(file.keys())
         text = metadata.get(_ABOUT)
         if text is None:
@@ -214,7 +226,8 @@ class WeightReader:
 def stamp(file: int | Path) -> str:
     """Return a text that identifies a file's content until it is written to, or the host restarts.
 
-    Returns "" if the host's start is unknown.
+    `file` is a path or a descriptor. Returns "" if the host's start is unknown. Raises `OSError`
+    for a missing file.
     """
     status, since = os.stat(file), boot()
     parts = (since, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
@@ -226,7 +239,10 @@ class PartlyLoaded(NbtrainError):
 
 
 def _parts_with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the parts whose classes define what a state_dict has of them, by name in a file."""
+    """Return the parts whose classes define what a state_dict has of them, by name in a file.
+
+    The name is the path without wrappers, with `_EXTRA_STATE`. Most modules have no such part.
+    """
     import torch
 
     paths, base = plain_paths(module), torch.nn.Module
@@ -239,9 +255,10 @@ def _parts_with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Modul
 
 
 def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return, as bytes, what a state_dict has beside the named tensors.
+    """Return, as bytes, what a state_dict has beside the named tensors, by name in a file.
 
-    Those are packed weights of quantized layers, and extra states.
+    Those are packed weights of quantized layers, and extra states. One that cannot be written, or
+    that can be read only by running code, is left out.
     """
     states: dict[str, torch.Tensor] = {}
     for name, part in _parts_with_extra_state(module).items():
@@ -271,11 +288,12 @@ def module_changes(
     *,
     entire: bool = False,
 ) -> WeightFile | None:
-    """Return a file's content for a module whose fingerprints were `before`.
+    """Return a file's content for a module whose fingerprints were `before`; None if all are equal.
 
-    None if nothing changed. The content has only the tensors that changed, if these are less than
-    half of the bytes and `entire` is False. Otherwise it has all tensors, and fits any such model.
-    Raises `NbtrainError` for a changed tensor that no file can have.
+    `tensors` are its whole tensors, which are copied to the CPU if they changed. The content has
+    only those, if these are less than half of the bytes and `entire` is False. Otherwise it has all
+    tensors, and fits any such model. A tensor that went away counts as a change. Raises
+    `NbtrainError` for a changed tensor that no file can have.
     """
     states = _extra_states(module)
     tensors = {**tensors, **states}
@@ -298,7 +316,10 @@ def module_changes(
 def _split_by_change(
     tensors: Mapping[str, torch.Tensor], before: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return copies of the tensors that changed, and the fingerprints of the others."""
+    """Return the tensors that changed, on the CPU, and the fingerprints of the others.
+
+    A tensor that is not in `before` counts as changed. Those on the CPU already are not copied.
+    """
     marks, copies = dict[int, Any](), dict[int, Any]()
     changed, same = dict[str, Any](), dict[str, str]()
     for name, tensor in tensors.items():
@@ -324,7 +345,8 @@ def module_file(
 ) -> WeightFile:
     """Return a file's content for a module, from its `tensors` on the CPU.
 
-    `unchanged` are the fingerprints of the tensors that are left out.
+    A tensor with several names is in it once, under the first. `unchanged` are the fingerprints of
+    the tensors that are left out. Buffers do not count as parameters.
     """
     unique, first, tied = {}, dict[Any, str](), {}
     for name, tensor in tensors.items():
@@ -347,10 +369,11 @@ def module_file(
 
 
 def state_file(value: Any, *, keep: bool = True) -> WeightFile:
-    """Return a file's content for an optimizer or a scheduler.
+    """Return a file's content for an optimizer or a scheduler, with tensors on the CPU.
 
-    In ranks that do not `keep` it, this only helps to gather sharded tensors. Raises `TypeError`
-    for a state that can only be read by running code.
+    Sharded tensors are gathered, so every rank must call this then; in ranks that do not `keep` it,
+    the content has no tensors. Raises `TypeError` for a state that can only be read by running
+    code.
     """
     import torch
 
@@ -394,7 +417,10 @@ def _replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _check_is_readable(state: Any) -> None:
-    """Raise `TypeError` for a state that ``torch.load`` would refuse, with its path."""
+    """Raise `TypeError` for a state that ``torch.load`` would refuse, with its path.
+
+    Writes and reads the state to find out.
+    """
 
     def read(value: Any) -> None:
         decode(save_to_bytes(value))
@@ -408,7 +434,10 @@ def _check_is_readable(state: Any) -> None:
 
 
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a sharded tensor. Every rank must call this, in the same order."""
+    """Return the whole of a sharded tensor; another tensor itself.
+
+    Every rank must call this, in the same order.
+    """
     if hasattr(tensor, "ds_tensor"):
         with sys.modules["deepspeed"].zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
@@ -416,7 +445,7 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kind_of(value: Any) -> Literal["model", "optimizer", "scheduler"]:
-    """Return 'model', 'optimizer' or 'scheduler'."""
+    """Return 'optimizer' or 'scheduler', and 'model' for all other values."""
     if is_optimizer(value):
         return "optimizer"
     return "scheduler" if is_scheduler(value) else "model"
@@ -425,7 +454,8 @@ def kind_of(value: Any) -> Literal["model", "optimizer", "scheduler"]:
 def state_fingerprints(value: Any) -> dict[str, Any]:
     """Return the fingerprints of the state of a model, an optimizer or a scheduler, by name.
 
-    Without buffers that are in no state_dict: calling the model may fill such a cache.
+    Without buffers that are in no state_dict: calling the model may fill such a cache. May raise
+    anything for a user's class.
     """
     if kind_of(value) != "model":
         return fingerprints(state_file(value).tensors)
@@ -434,9 +464,9 @@ def state_fingerprints(value: Any) -> dict[str, Any]:
 
 
 def changed_names(value: Any, before: Mapping[str, Any]) -> list[str]:
-    """Return the names whose `state_fingerprints` are not as `before`.
+    """Return the names whose `state_fingerprints` are not as `before`, also those that are new.
 
-    A tensor that cannot be read counts as unchanged.
+    A tensor that could not be read before counts as unchanged; one that is gone has changed.
     """
     now = state_fingerprints(value)
     readable = {name: mark for name, mark in before.items() if isinstance(mark, str)}
@@ -481,7 +511,12 @@ def prepare_load(
 def _prepare_model(
     file: WeightReader, module: torch.nn.Module, is_handed_over: bool
 ) -> Callable[[], bool]:
-    """Prepare to load a model; if the tensors do not fit without the run's adapters, add these."""
+    """Prepare to load a model; if the tensors do not fit without the run's adapters, add these.
+
+    Returns the function that loads it and returns whether a value changed, True with adapters.
+    Until then the module is unchanged: adapters are only tried. Raises `NbtrainError` if neither
+    fits.
+    """
     import torch
 
     adapters = file.about.get("adapters")
@@ -513,7 +548,9 @@ def _prepare_tensors(
 ) -> Callable[[], bool]:
     """Check that a file fits a model, and return a function that loads it.
 
-    That function returns whether any tensor changed. Raises `NbtrainError` for what does not fit.
+    That function returns whether any tensor changed. With `is_handed_over`, tensors that are not in
+    the file are not compared, but values that are not finite are refused if the notebook's are
+    finite. Raises `NbtrainError` with the first reason, their number and the file's remedy.
     """
     tied, unchanged = file.about["tied"], file.about["unchanged"]
     parts, tensors = _parts_with_extra_state(module), contents(module)
@@ -547,17 +584,18 @@ def _prepare_tensors(
                 same.append(tensor)
     _check_ties(file, wanted, {id(tensors[n]): n for n in unchanged if n in tensors})
     loaded = [(parts[name], decode(data)) for name, data in file.tensors(states)] if states else []
-    return functools.partial(_write, file, wanted, loaded)
+    return functools.partial(_write_tensors, file, wanted, loaded)
 
 
-def _write(
+def _write_tensors(
     file: WeightReader,
     wanted: Mapping[str, list[torch.Tensor]],
     states: Collection[tuple[torch.nn.Module, Any]],
 ) -> bool:
-    """Write into the tensors that differ; return whether any did.
+    """Write a file's tensors and extra states into a model; return whether any tensor differed.
 
-    An equal tensor is not written to: a buffer may be in memory that is read-only.
+    True also with an extra state. An equal tensor is not written to: a buffer may be in memory that
+    is read-only. Raises `PartlyLoaded` if it fails halfway.
     """
     import torch
 
@@ -593,7 +631,10 @@ _Kind = tuple[tuple[int, ...], str]
 
 @functools.lru_cache  # a model has many tensors of few kinds
 def _kind_of(shape: tuple[int, ...], stored: str) -> _Kind:
-    """Return the shape and the kind of numbers; widths of one kind count as the same."""
+    """Return the shape, and the layout and kind of numbers of a `stored_kind`.
+
+    Widths of one kind count as the same, signed or not, quantized or not.
+    """
     layout, _, dtype = stored.rpartition(" ")
     number = re.match("[a-z]+", dtype.removeprefix("u"))
     kinds = {"bfloat": "float", "qint": "int", "quint": "int"}
@@ -617,7 +658,10 @@ def describe(name: str) -> str:
 def _find_differences(
     targets: Mapping[str, torch.Tensor], saved: Mapping[str, _Kind], optional: set[str]
 ) -> Iterator[str]:
-    """Yield why tensors of the notebook cannot be filled from a file."""
+    """Yield why tensors of the notebook cannot be filled from a file: a sentence for each tensor.
+
+    `optional` names may be missing or differ.
+    """
     for name, tensor in targets.items():
         if tensor.is_meta or (not is_lazy(tensor) and tensor.is_inference()):
             yield f"`{name}` has no memory in the notebook to write to"
@@ -634,7 +678,10 @@ def _find_differences(
 def _find_changes_since(
     tensors: Mapping[str, torch.Tensor], unchanged: Mapping[str, str], optional: set[str]
 ) -> Iterator[str]:
-    """Yield which tensors are not in the file and differ in the notebook."""
+    """Yield a sentence for each tensor that is not in the file and differs in the notebook.
+
+    `unchanged` are the run's fingerprints of these; `optional` names may differ.
+    """
     for name in tensors.keys() & unchanged.keys() - optional:
         tensor = tensors[name]
         if not has_no_bytes(tensor) and fingerprint(to_cpu(tensor)) != unchanged[name]:
@@ -655,7 +702,11 @@ def _not_finite_reason(what: str, kind: str) -> str:
 def _check_ties(
     file: WeightReader, wanted: Mapping[str, list[torch.Tensor]], unchanged: Mapping[int, str]
 ) -> None:
-    """Raise `NbtrainError` if one tensor of the notebook was two in the rank that differ."""
+    """Raise `NbtrainError` if one tensor of the notebook was two in the rank that differ.
+
+    `unchanged` are the names, by id, of the notebook's tensors that are not in the file: to be tied
+    with one of these counts as different.
+    """
     sources: dict[int, list[str]] = {}
     for name, targets in wanted.items():
         for target in targets:

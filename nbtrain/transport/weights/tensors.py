@@ -26,46 +26,55 @@ PLAIN_DTYPES = (
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no shape yet, as in a ``LazyLinear`` before its first batch."""
+    """Return whether a tensor has no shape yet, as in a ``LazyLinear`` before its first batch."""
     return "Uninitialized" in type(tensor).__name__
 
 
 def has_no_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory: it is on the meta device, or has no shape yet."""
+    """Return whether a tensor has no memory: it is on the meta device, or has no shape yet."""
     return tensor.is_meta or is_lazy(tensor)
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one block of numbers: not sparse, nested or quantized."""
+    """Return whether a tensor is one block of numbers: not sparse, nested or quantized."""
     import torch
 
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def is_block(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a strided tensor are its numbers, not conjugated or negated on read."""
+    """Return whether a tensor is strided, and its bytes are its numbers.
+
+    False also for one that is conjugated or negated when it is read.
+    """
     return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a safetensors file can hold a tensor as it is."""
+    """Return whether a safetensors file can hold a tensor as it is."""
     return is_block(tensor) and str(tensor.dtype).removeprefix("torch.") in PLAIN_DTYPES
 
 
 def can_be_saved(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be saved, plain or encoded. A tensor in oneDNN's format cannot."""
+    """Return whether a tensor can be saved, plain or encoded.
+
+    False for one without memory, or in oneDNN's format.
+    """
     return not has_no_bytes(tensor) and not tensor.is_mkldnn
 
 
 def shared_address(tensor: torch.Tensor) -> int:
-    """Return where a tensor is in memory that processes share; 0 if it is not in such memory."""
+    """Return the address of a tensor that is in memory shared by processes; 0 for others."""
     if has_no_bytes(tensor) or tensor.device.type != "cpu" or not is_block(tensor):
         return 0
     return tensor.data_ptr() if tensor.is_shared() else 0  # type: ignore[no-untyped-call]
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape; for a nested tensor, the shapes of its parts in succession."""
+    """Return a tensor's shape; for a nested tensor, the shapes of its parts in succession.
+
+    Raises for a lazy tensor.
+    """
     if not tensor.is_nested:
         return tuple(tensor.shape)
     return tuple(length for part in tensor.unbind() for length in part.shape)
@@ -77,7 +86,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that make up a tensor: itself, or its indices and values."""
+    """Return the dense tensors that make up a tensor: itself, its parts, or indices and values."""
     import torch
 
     if tensor.is_nested:
@@ -92,7 +101,10 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def stored_kind(tensor: torch.Tensor) -> str:
-    """Return a tensor's dtype, preceded by its layout if that is not one block of memory."""
+    """Return a tensor's dtype without "torch.", preceded by its layout if that is not one block.
+
+    For example "float32", "quantized qint8" or "sparse_coo float32".
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if is_strided(tensor):
         return dtype
@@ -103,7 +115,10 @@ def stored_kind(tensor: torch.Tensor) -> str:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite. Their sum is cheaper, and nearly always decides."""
+    """Return whether all elements are finite. Their sum is cheaper, and nearly always decides.
+
+    True for integers and for float8, which torch cannot add up.
+    """
     import torch
 
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() < 2:
@@ -119,7 +134,10 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of any kind as bytes. Equal tensors have equal bytes."""
+    """Return a tensor of any kind as a tensor of bytes, for `decode`. Equal ones have equal bytes.
+
+    It comes back on the CPU, without its subclass; one in oneDNN's format comes back strided.
+    """
     import torch
 
     content = tensor.detach().to_dense() if tensor.is_mkldnn else tensor.detach().cpu()
@@ -129,7 +147,7 @@ def encode(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_to_bytes(content: Any) -> torch.Tensor:
-    """Return the bytes that `torch.save` writes for a value."""
+    """Return the bytes that `torch.save` writes for a value, as a tensor of uint8."""
     import torch
 
     buffer = io.BytesIO()
@@ -163,11 +181,11 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def fingerprint(tensor: torch.Tensor) -> Any:
-    """Return a value that differs once any element of a tensor does.
+    """Return a value that differs once any element of a tensor does: a short text.
 
     The chance that it does not is 2⁻⁶³. `Tensor._version` does not suffice: fused optimizers and
     ``.data`` leave it unchanged (torch 2.13). Takes 0.2 s per GB, on the CPU. A tensor that cannot
-    be read never equals its earlier fingerprint.
+    be read gets a new object, which never equals its earlier fingerprint. Never raises.
     """
     kind = f"{type(tensor).__name__} {tensor.dtype}"
     try:
@@ -189,7 +207,10 @@ def _digest(content: Any) -> str:
 
 
 def weighted_sums(tensor: torch.Tensor) -> Any:
-    """Return weighted sums over the bytes of a strided tensor, one for each half MiB."""
+    """Return weighted sums over the bytes of a strided tensor, one for each half MiB.
+
+    Also returns the last bytes that fill no word of 8.
+    """
     import torch
 
     weights = odd_weights()
@@ -204,9 +225,9 @@ def weighted_sums(tensor: torch.Tensor) -> Any:
 
 @functools.cache
 def odd_weights() -> torch.Tensor:
-    """Return pseudorandom odd numbers, the same in every process.
+    """Return pseudorandom odd numbers, int64, the same in every process.
 
-    Not drawn by torch: an operation on this many elements starts a pool of threads in the
+    Cached. Not drawn by torch: an operation on this many elements starts a pool of threads in the
     notebook, and threads do not survive a fork.
     """
     import torch
@@ -218,7 +239,10 @@ def odd_weights() -> torch.Tensor:
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype are equal bit by bit, so that NaN equals itself."""
+    """Return whether two tensors of one dtype are equal bit by bit, so that NaN equals itself.
+
+    Their shapes are not compared.
+    """
     import torch
 
     both: Any = [t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
@@ -230,7 +254,8 @@ def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def write_if_changed(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Write a value into a tensor of any kind, in place, and return whether it changed.
 
-    A tensor that only differs in precision stays: a rank may have cast a model for an evaluation.
+    A tensor that only differs in precision stays: a rank may have cast a model for an evaluation. A
+    lazy tensor takes the value's shape. The tensor keeps its dtype and device.
     """
     if is_lazy(target):
         target.materialize(value.shape)  # type: ignore[attr-defined]  # as torch's own loading does
@@ -252,7 +277,10 @@ def write_if_changed(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _assign_any_kind(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a quantized or sparse tensor to a value, in place."""
+    """Set a quantized or sparse tensor to a value, in place.
+
+    A quantized one takes the value's scale, and its memory.
+    """
     import torch
 
     with torch.no_grad(), warnings.catch_warnings():

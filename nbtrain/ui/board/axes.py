@@ -21,7 +21,10 @@ class Scale:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return the place of a value, from 0 at the low end to 1 at the high end."""
+        """Return the place of a value, from 0 at the low end to 1 at the high end.
+
+        Values beyond the axis are at its ends.
+        """
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             at = (math.log10(max(value, self.low)) - low) / (high - low)
@@ -36,13 +39,20 @@ class Scale:
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Return whether values are positive and span 2.5 decades, so need a logarithmic axis."""
+    """Return whether values are positive and span 2.5 decades, so need a logarithmic axis.
+
+    Raises `ValueError` without values.
+    """
     low, high = min(values), min(_LARGEST, max(values))
     return low > 0 and math.log10(high) - math.log10(low) > 2.5
 
 
 def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
-    """Return an axis that contains `low` and `high`, with about `intervals` ticks."""
+    """Return an axis that contains `low` and `high`, with about `intervals` ticks between.
+
+    Its ends are ticks; it begins at 0 if `low` is small. With `log`, it is logarithmic if both are
+    positive and differ.
+    """
     low, high = max(-_LARGEST, low), min(_LARGEST, high)
     if log and 0 < low < high:
         return _log_scale(max(1 / _LARGEST, low), max(10 / _LARGEST, high), intervals)
@@ -58,7 +68,10 @@ def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -
 
 
 def step_scale(first: float, last: float, *, is_over: bool, intervals: int) -> Scale:
-    """Return an axis of steps. Until the run ends, it has room to grow, so it changes seldom."""
+    """Return an axis of steps. Until the run ends, it has room to grow, so it changes seldom.
+
+    It begins at 0 if `first` is small. Ticks are whole numbers; the ends need not be ticks.
+    """
     first, last = max(-_LARGEST, first), min(_LARGEST, last)
     if 0 <= first <= 0.2 * last:
         first = 0.0
@@ -73,6 +86,7 @@ def step_scale(first: float, last: float, *, is_over: bool, intervals: int) -> S
 
 
 def _log_scale(low: float, high: float, intervals: int) -> Scale:
+    """Return a logarithmic axis that ends at 1, 2 or 5 · 10ⁿ, with ticks at powers of ten."""
     low, high = _round_down(low), 1 / _round_down(1 / high)
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / intervals))
@@ -80,7 +94,7 @@ def _log_scale(low: float, high: float, intervals: int) -> Scale:
 
 
 def _round_down(value: float) -> float:
-    """Return the largest of 1, 2 or 5 · 10ⁿ that is not above a value."""
+    """Return the largest of 1, 2 or 5 · 10ⁿ that is not above a positive value."""
     power = 10.0 ** math.floor(math.log10(value))
     return max(f * power for f in (0.5, 1, 2, 5) if f * power <= value * (1 + 1e-9))
 
@@ -96,7 +110,7 @@ def _round_limit(span: float) -> float:
 
 
 def _round_up(span: float, choices: Sequence[float]) -> float:
-    """Return the smallest of `choices` · 10ⁿ that is at least `span`."""
+    """Return the smallest of `choices` · 10ⁿ that is at least `span`, which is positive."""
     power = 10.0 ** math.floor(math.log10(span))
     return next((f * power for f in choices if f * power >= span * (1 - 1e-9)), 10 * power)
 

@@ -50,7 +50,10 @@ _FULL_WIDTH = "width:0;min-width:100%"
 
 
 def render(state: RunState, now: float) -> str:
-    """Draw the board of a running run, or the static summary of one that has ended."""
+    """Draw the board of a running run, or the static summary of one that has ended.
+
+    Returns HTML with its frame.
+    """
     return draw_frame("".join(_parts(state, now)))
 
 
@@ -70,8 +73,9 @@ def draw_frame(inner: str) -> str:
 def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> list[str]:
     """Draw the board without its frame, in four parts that change at different times.
 
-    These are the title, the warnings, the run with its ranks and curves, and the output of ranks.
-    When a page redraws one part, text that a user has selected in another stays selected.
+    These are the title, the warnings, the run with its ranks and curves, and the output of ranks. A
+    part with nothing to show is "". When a page redraws one part, text that a user has selected in
+    another stays selected.
     """
     return [
         f'<div {_PLAIN} style="{theme.FONT};{_FULL_WIDTH}">{part}</div>' if part else ""
@@ -82,11 +86,14 @@ def parts(state: RunState, now: float, choices: ViewChoices = ViewChoices()) -> 
 def _parts(
     state: RunState, now: float, choices: ViewChoices = ViewChoices()
 ) -> tuple[str, str, str, str]:
-    """Return the HTML of the board's four parts: title, notes, middle, and what was printed."""
+    """Draw the board's four parts: title, notes, middle, and what was printed.
+
+    For an ended run, the last has a folded card, too.
+    """
     marked = rank_texts.mark_late_ranks(stragglers.mark_slow_ranks(state))
     notes = "".join(f"<div>{theme.format_code(note)}</div>" for note in run_texts.notes(state))
     notes += header.next_step(state) if notes and state.flaw and state.is_over else ""
-    notes = header.card(theme.WARN, notes) if notes else ""
+    notes = header.draw_box(theme.WARN, notes) if notes else ""
     is_folded = not choices.has_log and verdict.find_culprit(state) is None
     log = log_panel.draw(state, choices.rank, is_folded=is_folded)
     printed = f"{_draw_results(state)}{log}"
@@ -104,14 +111,14 @@ def _parts(
 
 
 def _draw_beside(*tables: str) -> str:
-    """Draw tables beside each other; on a narrow page, below each other."""
+    """Draw tables that are not empty beside each other; on a narrow page, below each other."""
     half = '<div style="flex:1 1 420px;min-width:0">'
     drawn = "".join(f"{half}{table}</div>" for table in tables if table)
     return f'<div style="display:flex;flex-wrap:wrap;gap:10px 24px;margin-top:10px">{drawn}</div>'
 
 
 def draw_preformatted(text: str) -> str:
-    """Draw a text that keeps its line breaks and spaces."""
+    """Draw a text that keeps its line breaks and spaces; it is escaped."""
     style = (
         f"{theme.MONO};line-height:1.4;margin:4px 0;max-height:320px;overflow:auto;color:inherit"
     )
@@ -125,7 +132,11 @@ def escape_shortened(text: str, width: int) -> str:
 
 
 def _draw_ranks(state: RunState, *, each: bool) -> str:
-    """Draw the ranks. Once the run has ended, a row for each can be unfolded."""
+    """Draw the table of ranks, and below it the memory by part. With `each`, a row for every rank.
+
+    Above MAX_RANK_ROWS ranks, `each` does nothing, and counts and spreads come first. Once the run
+    has ended, a row for each of few ranks can be unfolded.
+    """
     few = state.world_size <= limits.MAX_RANK_ROWS
     rows = rank_table.rows_of(state, each=each and few)
     drawn = ""
@@ -141,7 +152,10 @@ def _draw_ranks(state: RunState, *, each: bool) -> str:
 
 
 def _draw_memory(state: RunState) -> str:
-    """Draw the parts of the memory of the rank that uses most; of equal ranks, the first."""
+    """Draw the parts of the memory of the rank that uses most; of equal ranks, the first.
+
+    "" if no rank has measured them.
+    """
     rank = max(state.ranks, key=lambda rank: rank.usage.tensor_bytes)
     name = f"memory of rank {rank.rank}" if state.world_size > 1 else "memory"
     is_part = state.engine == "fork" and rank.usage.on == "cpu"
@@ -151,7 +165,7 @@ def _draw_memory(state: RunState) -> str:
 
 
 def _draw_results(state: RunState) -> str:
-    """Draw what the ranks returned, and what became of the values that they saved."""
+    """Draw what the ranks returned, and what became of the values that they saved; or ""."""
     rows = "".join(
         f'<div><span style="{theme.SOFT}">{escape(result.arrow)}</span>'
         f'<span style="{theme.MONO}">{escape_shortened(result.text, 600)}</span></div>'

@@ -68,7 +68,10 @@ class Panel:
     width: int = CANVAS.width_units
 
     def at(self, point: Point) -> tuple[int, int]:
-        """Return where a point lies."""
+        """Return where a point lies on the canvas: units from the left, pixels from the top.
+
+        A value beyond the axis is placed at its end; a step beyond it lies outside.
+        """
         low, high = self.x.low, self.x.high
         # 1e-6 moves values off exact halves. There, the last digit of a sum would decide, which
         # depends on the order of events: a reopened run would be drawn differently.
@@ -76,7 +79,10 @@ class Panel:
         return x, round(self.top + self.height * (1 - self.y.place(point[1])) + 1e-6)
 
     def path(self, points: Iterable[Point]) -> str:
-        """Return the SVG path through points, with a gap at each NaN."""
+        """Return the SVG path through points, with a gap at each NaN; "" without points.
+
+        A point at the place of the one before is left out.
+        """
         parts: list[str] = []
         last: tuple[int, int] | None = None
         for point in points:
@@ -144,7 +150,8 @@ def draw_on_page(
     """Draw marks as SVG that is stretched to the page, and labels as text of the page.
 
     `size` is the width in units and the height in pixels, `left` the space for labels left of the
-    marks, and `text` the description for a screen reader.
+    marks, and `text` the description for a screen reader, which is escaped. If `is_over`, the SVG
+    is inside an image, as a saved page keeps it.
     """
     inner = theme.draw_stretched(marks, size, escape(text, quote=True), as_image=is_over)
     soft = "".join(_draw_label(label, left) for label in labels if not label.is_strong)
@@ -157,7 +164,7 @@ def draw_on_page(
 
 
 def _draw_label(label: Label, left: int) -> str:
-    """Draw a label. Margins and widths place it, since every page keeps those."""
+    """Draw a label as HTML. Margins and widths place it, since every page keeps those."""
     at, top = 100 * label.x, f"position:absolute;top:{label.y - 8:.0f}px"
     half = min(10.0, at, 100 - at)  # a label beyond the edge would make the page scroll
     place = {
@@ -184,7 +191,7 @@ SOFT = ' opacity=".75"'
 
 
 def draw_labels(labels: Iterable[Label], width: int) -> str:
-    """Draw labels as text of a picture, whose marks are `width` pixels wide."""
+    """Draw labels as text of an SVG, whose marks are `width` pixels wide; "" without labels."""
     drawn = ""
     for label in labels:
         gap, anchor = _SVG_ANCHORS[label.anchor]
@@ -200,7 +207,7 @@ def draw_text(x: float, y: float, text: str, size: float, more: str = "") -> str
 
 
 def draw_svg(inner: str, width: int, height: int, ink: str) -> str:
-    """Draw a whole SVG with text in a colour."""
+    """Draw a whole SVG around `inner`, in pixels, with text in the colour `ink`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="system-ui,sans-serif" fill="{ink}">'

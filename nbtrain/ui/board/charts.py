@@ -61,7 +61,10 @@ class Curve:
 
     @property
     def newest(self) -> str:
-        """The mean of the ranks' newest values, or the sum for samples per second."""
+        """Return the mean of the ranks' newest values, or the sum for samples per second.
+
+        "nan" if the newest value is not finite or no value is.
+        """
         last = self.series.last
         if last is None or not self.series.bins:
             return "nan"
@@ -69,7 +72,10 @@ class Curve:
         return format_rate(last * self.per) if is_rate else format_number(last)
 
     def line(self, points: int) -> list[Point]:
-        """Return the points of the strong line, smoothed if a metric has enough values."""
+        """Return up to `points` points of the strong line, smoothed if a metric has enough values.
+
+        Else it ends at the newest value. Samples per second are multiplied by the number of ranks.
+        """
         if self.name not in RATES and len(self.series.band) > 24:
             return spread_evenly(smooth(self.series.band), points)
         line = [(b.x, b.mean * self.per) for b in self.series.thin(points)]
@@ -84,7 +90,11 @@ class Curve:
         return min(low for low, _ in spans), max(high for _, high in spans)
 
     def scale(self, intervals: int, log: bool | None, line: Sequence[Point]) -> axes.Scale:
-        """Return the axis of values."""
+        """Return the axis of values for a line, the measured values and the twin.
+
+        `log` chooses its kind; with None, it is logarithmic if the line spans decades. `line` must
+        not be empty.
+        """
         values = [y for _, y in line]
         every = [self.series, *([self.twin[1]] if self.twin else [])]
         low, high = min(values), max(values)
@@ -98,7 +108,10 @@ class Curve:
 
     @property
     def text(self) -> str:
-        """The description of the curve: ``loss: from 2.31 to 0.02 in 450 steps``."""
+        """Return the description of the curve: ``loss: from 2.31 to 0.02 in 450 steps``.
+
+        With the last value of its twin, if it has any. For a screen reader, not escaped.
+        """
         if not self.series.bins:
             return f"{self.name}: no finite value yet"
         first = format_number(self.series.band[0].mean * self.per)
@@ -115,8 +128,9 @@ class Curve:
 def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
     """Return the curves to draw, each metric with that of its validation.
 
-    The first is drawn large. Then come metrics that are known to be better high or low: a live
-    board has room for few, and a reward matters more than the length of answers.
+    The first is drawn large: `large` if it exists, else the main metric. Then come metrics that are
+    known to be better high or low: a live board has room for few, and a reward matters more than
+    the length of answers. Empty without metrics.
     """
     every = {**state.curves.logged, **state.curves.all}  # what the user logged comes first
     known = {
@@ -140,10 +154,10 @@ def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
 
 
 def _has_chart(name: str, state: RunState) -> bool:
-    """Return whether a number has a chart of its own.
+    """Return whether a metric has a chart of its own.
 
-    The rates and the times have none, nor has an observed learning rate that is constant, or that
-    the Trainer or Lightning's monitor logs, too.
+    The rates and the times have no chart, nor has an observed learning rate that is constant, or
+    that the Trainer or Lightning's monitor logs, too.
     """
     if name in ("samples/s", "steps/s") or is_bookkeeping(name):
         return False
@@ -162,7 +176,10 @@ def rate_of(state: RunState) -> Curve | None:
 
 
 def best_point(series: Series, direction: str) -> Point:
-    """Return the step and the value of a curve's best point."""
+    """Return the step and the value of a curve's best point.
+
+    `direction` is "high"; any other means low. Raises `ValueError` for an empty series.
+    """
     bins = series.bins.values()
     if direction == "high":
         found = max(bins, key=lambda b: b.high)
@@ -172,7 +189,10 @@ def best_point(series: Series, direction: str) -> Point:
 
 
 def value_at(points: Sequence[Point], at: float) -> float:
-    """Return the value of a curve at a step, interpolated between its points."""
+    """Return the value of a curve at a step, interpolated between its points.
+
+    Before the first point, the first value; after the last, the last.
+    """
     (x, y), after = points[0], points[-1]
     for after in points:
         if after[0] >= at:
@@ -187,7 +207,10 @@ def made_steps(state: RunState) -> int:
 
 
 def _present_step(state: RunState) -> int:
-    """Return the present step of a run, as the key figures show it: the one all ranks reached."""
+    """Return the present step of a run, as the key figures show it: the one all ranks reached.
+
+    The foremost rank's for an ended run, or if the common one is unknown.
+    """
     return made_steps(state) if state.is_over else eta.common_step(state) or made_steps(state)
 
 
@@ -203,7 +226,11 @@ def draw_picture(
     log: bool | None = None,
     width: int = CANVAS.width_units,
 ) -> Picture | None:
-    """Return the loss, the throughput and the strips below each other; None if all are empty."""
+    """Draw the loss, the throughput and the strips below each other; None if all are empty.
+
+    Only the first of `curves` is drawn, and `rate` only below it. `width` is in units of the
+    canvas.
+    """
     main = curves[0] if curves and curves[0].series.bins else None
     x = _step_scale(state, [main] if main else [rate] if rate else [])
     rows = strips.strips_of(state, now, x.high if made_steps(state) and x else None)
@@ -242,7 +269,10 @@ def draw_picture(
 
 
 def _step_scale(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
-    """Return the axis of steps, to the end of the run if that is known; None without steps."""
+    """Return the axis of steps, to the end of the run if that is known; None without steps.
+
+    It contains the spans of `curves` and the steps that were made.
+    """
     spans = [curve.span for curve in curves if curve.series.bins]
     made = made_steps(state)
     if not spans and not made:
@@ -258,7 +288,10 @@ def _step_scale(state: RunState, curves: Sequence[Curve]) -> axes.Scale | None:
 
 
 def _step_labels(state: RunState, x: axes.Scale, y: float) -> list[Label]:
-    """Return the labels of the steps. Unless the run succeeded, its present step is bold."""
+    """Return the labels of the steps, and the word "step". `y` is in pixels.
+
+    Unless the run succeeded, its present step is bold, and ticks close to it are left out.
+    """
     made = _present_step(state)
     now = x.place(made) if made and state.status != "succeeded" else 2.0
     shown = [canvas.label_tick(x.place(made), y, f"{made:,}", True)] if now <= 1 else []
@@ -269,7 +302,7 @@ def _step_labels(state: RunState, x: axes.Scale, y: float) -> list[Label]:
 
 
 def _time_labels(seconds: float, y: float) -> list[Label]:
-    """Return labels for a few round times."""
+    """Return labels for a few round times from 0 to `seconds`, and the word "time"."""
     choices = 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400
     step = next((s for s in choices if seconds / s <= 6), seconds / 5 or 1.0)
     ticks = (i * step for i in range(int(seconds / step) + 1))
@@ -280,7 +313,10 @@ def _time_labels(seconds: float, y: float) -> list[Label]:
 def _draw_loss(
     curve: Curve, x: axes.Scale, state: RunState, log: bool | None, width: int
 ) -> tuple[str, list[Label]]:
-    """Draw the large chart: the metric, its validation, and the curve of the previous run."""
+    """Draw the large chart: the metric, its validation, and the curve of the previous run.
+
+    Returns the marks and the labels, which are moved apart.
+    """
     series, line = curve.series, curve.line(128)
     panel = Panel(x, curve.scale(4, log, line), CANVAS.top_px, CANVAS.loss_px, width)
     marks, ends = panel.grid(), list[tuple[Label, float]]()
@@ -311,14 +347,20 @@ def _draw_loss(
 
 
 def _points_within(previous: PreviousRun, panel: Panel) -> list[Point]:
-    """Return the part of the previous run's curve that is within the axes."""
+    """Return the part of the previous run's curve that is within the axis of steps.
+
+    Values beyond the axis of values are moved to its ends.
+    """
     x, y = panel.x, panel.y
     inside = [(at, value) for at, value in previous.points if x.low <= at <= x.high]
     return [(at, min(y.high, max(y.low, value))) for at, value in inside]
 
 
 def _draw_line(series: Series, line: Sequence[Point], panel: Panel, points: int) -> str:
-    """Draw up to `points` measured values faint, the curve strong, and its newest point."""
+    """Draw the curve `line` strong, with its newest point, on up to `points` faint measured values.
+
+    With several ranks, the faint part is the band between their lowest and highest values.
+    """
     band = series.thin(points)
     strong = panel.draw_line(line, theme.BLUE) + panel.dot(line[-1], theme.BLUE)
     if len(series.ends) > 1:
@@ -329,7 +371,10 @@ def _draw_line(series: Series, line: Sequence[Point], panel: Panel, points: int)
 
 
 def _draw_best(name: str, series: Series, panel: Panel, colour: str = theme.BLUE) -> str:
-    """Draw a halo around the best point of a metric that is known to be better high or low."""
+    """Draw a halo around the best point of a metric that is known to be better high or low.
+
+    "" for other metrics, and for fewer than two points.
+    """
     direction = better(name)
     if not direction or len(series.bins) < 2:
         return ""
@@ -338,7 +383,7 @@ def _draw_best(name: str, series: Series, panel: Panel, colour: str = theme.BLUE
 
 
 def _curve_label(curve: Curve, log: bool) -> str:
-    """Return a curve's name with remarks: ``loss · log · 3 NaN``."""
+    """Return a curve's name, at most 24 characters, with remarks: ``loss · log · 3 NaN``."""
     series = curve.series
     remarks = [shorten(curve.name, 24), *(["log"] if log else [])]
     remarks += [f"{series.nans} NaN"] if series.nans else []
@@ -365,7 +410,10 @@ def _end_label(
 
 
 def _separate_labels(labels: Sequence[tuple[Label, float]], floor: float) -> list[Label]:
-    """Return the labels moved apart. The lower one of two goes below its curve."""
+    """Return the labels moved apart, from the top down. The lower one of two goes below its curve.
+
+    Only labels that are near each other are moved. `floor` is the lowest place, in pixels.
+    """
     placed: list[Label] = []
     for label, below in sorted(labels, key=lambda each: each[1]):
         near = [other.y for other in placed if abs(other.x - label.x) < 0.45]
@@ -379,7 +427,10 @@ def _separate_labels(labels: Sequence[tuple[Label, float]], floor: float) -> lis
 def _draw_rate(
     curve: Curve, x: axes.Scale, state: RunState, top: int, width: int
 ) -> tuple[str, list[Label]]:
-    """Draw the throughput as an area above 0. A dip shows when ranks waited."""
+    """Draw the throughput as an area above 0, and its labels. A dip shows when ranks waited.
+
+    It ends at 0 while the run is stuck.
+    """
     line = curve.line(96)
     line += [(line[-1][0], 0.0)] if is_stuck(state) else []
     highest = max((y for _, y in line), default=1.0) or 1.0
@@ -399,7 +450,8 @@ def _shade_lone_wait(
 ) -> tuple[str, tuple[float, float] | None]:
     """Shade the steps at which a slow rank waited for data alone.
 
-    Return also the begin and the end of these steps, as shares of the canvas' width.
+    Returns also the begin and the end of these steps, as shares of the canvas' width. "" and None
+    if there was no such wait, or a rank has failed.
     """
     has_failed = any(rank.status in _FAILED for rank in state.ranks)
     slow = (rank.rank for rank in state.ranks if rank.hang == "slow?" and not has_failed)
@@ -432,7 +484,7 @@ def _draw_epochs(
 ) -> tuple[str, list[Label]]:
     """Draw a line where an epoch ended or will end, where an attempt began, and where the run is.
 
-    Return also the labels of these lines.
+    Returns also the labels of these lines. `bottom` is in pixels.
     """
 
     def draw(steps: Sequence[float], opacity: float, more: str = "", top: int = 12) -> str:
@@ -440,7 +492,7 @@ def _draw_epochs(
         return canvas.draw_rule("".join(at), opacity, more)
 
     made = made_steps(state)
-    epochs = list(_epochs(state, made))
+    epochs = list(_list_epochs(state, made))
     labels = [Label(0, 7, "epoch", "left")] if epochs and len(epochs) <= 12 else []
     for name, begin, end in epochs if labels else ():
         is_wide = x.place(end) - x.place(begin) > 0.03 or end == made
@@ -459,8 +511,11 @@ def _draw_epochs(
     return drawn, labels
 
 
-def _epochs(state: RunState, made: int) -> Iterator[tuple[str, int, int]]:
-    """Yield the number, the first and the last step of each epoch, also of those to come."""
+def _list_epochs(state: RunState, made: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the number, the first and the last step of each epoch, also of the one that runs.
+
+    Epochs to come are added if their number and the last step are known. Nothing without epochs.
+    """
     rows = epoch_table(state).rows
     ends, names = [row.steps for row in rows], [str(row.epoch) for row in rows]
     total, last = eta.total_epochs(state), eta.last_step(state)
@@ -480,9 +535,10 @@ def _epochs(state: RunState, made: int) -> Iterator[tuple[str, int, int]]:
 def draw(
     picture: Picture | None, curves: Sequence[Curve], state: RunState, *, log: bool | None = None
 ) -> str:
-    """Draw the picture on a page, and the small charts below it.
+    """Draw the picture on a page, and the small charts of the other curves below it.
 
-    A live board has one row of charts, that of an ended run all of them.
+    `curves` begins with the one in the picture. A live board has one row of charts, that of an
+    ended run all of them. A line counts metrics that are not drawn.
     """
     drawn, left = "", CANVAS.left_px
     if picture is not None:
@@ -514,7 +570,10 @@ def draw(
 
 
 def _draw_row(figures: Sequence[str]) -> str:
-    """Draw small charts of one width in rows; empty ones fill up the last of several rows."""
+    """Draw small charts of one width in rows; empty ones fill up the last of several rows.
+
+    "" without charts.
+    """
     if not figures:
         return ""
     per_row = CANVAS.charts_per_row
@@ -530,7 +589,10 @@ _SMALL = "flex:1 1 150px;min-width:0"
 def _draw_small(
     curve: Curve, x: axes.Scale | None, log: bool | None, left: int, *, is_over: bool
 ) -> str:
-    """Draw a small chart, with its name and its newest value above it."""
+    """Draw a small chart, with its name and its newest value above it.
+
+    Without finite values, a note. It has an axis of its own if it counts something else than `x`.
+    """
     if not curve.series.bins or x is None:
         note = f'<div style="{theme.SOFT}">no finite value yet</div>'
         return f'<div style="{_SMALL}"><b>{escape(curve.name[:40])}</b>{note}</div>'

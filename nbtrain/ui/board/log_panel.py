@@ -15,9 +15,10 @@ from . import theme
 
 
 def merge_last_lines(state: RunState, count: int) -> list[tuple[str, str]]:
-    """Return the last `count` lines of all ranks as (ranks, line).
+    """Return the last `count` lines of all ranks as (ranks, line), the oldest first.
 
-    Of failed ranks, only the one that caused the failure has its traceback.
+    Lines that several ranks printed come once. Of failed ranks, only the one that caused the
+    failure has its traceback.
     """
     cause = verdict.find_culprit(state)
     ranks = [
@@ -43,9 +44,10 @@ def _has_not_failed(rank: RankState) -> bool:
 
 
 def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -> str:
-    """Draw the last lines of the log, or of the log of rank `only`.
+    """Draw the last lines of the log, or of the log of rank `only`; "" if no rank printed anything.
 
-    After the run, the merged log and that of each rank can be unfolded instead.
+    If `is_folded`, only two lines, and their number. After the run, `only` does nothing: the merged
+    log and that of each rank can be unfolded instead.
     """
     count = sum(rank.log_count for rank in state.ranks)
     if not count:
@@ -90,7 +92,10 @@ def _draw_folded(title: str, lines: Sequence[tuple[str, str]], limit: int) -> st
 
 
 def _draw_lines(lines: Sequence[tuple[str, str]], height: str, limit: int) -> str:
-    """Draw the last lines that fit into `limit` bytes."""
+    """Draw the last lines that fit into `limit` bytes of HTML, and the number of the others.
+
+    `lines` are (ranks, line); both are escaped. `height` is CSS.
+    """
     width = max((len(ranks) for ranks, _ in lines), default=0)
     drawn: list[str] = []
     for ranks, line in reversed(lines):

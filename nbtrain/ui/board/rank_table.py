@@ -18,7 +18,7 @@ from ...hangs import verdict
 from ...system.text import format_bytes, format_number, format_ranks, shorten
 from ...tracking.state import RankState, RunState
 from .. import eta, limits, rank_texts
-from ..tables import LEFT, RIGHT, Cell, html_table
+from ..tables import LEFT, RIGHT, TableCell, html_table
 from . import theme
 
 
@@ -38,12 +38,15 @@ class Row(NamedTuple):
         return self.ranks[:: -(-len(self.ranks) // limits.MAX_DRAWN_RANKS)]
 
     def median_text(self, text: Callable[[RankState], str]) -> str:
-        """Return the text that all ranks have in common, else the median of their texts."""
+        """Return the text that all ranks have in common, else the middle one of them, sorted."""
         texts = [text(rank) for rank in self.sample]
         return texts[0] if len(set(texts)) == 1 else sorted(texts)[len(texts) // 2]
 
     def percents(self, text: Callable[[RankState], str]) -> str:
-        """Return ``93 %``, or the lowest and the highest of several ranks: ``89–96 %``."""
+        """Return ``93 %``, or the lowest and the highest of several ranks: ``89–96 %``; else "".
+
+        `text` returns a percentage such as ``93 %``, or "" if it is unknown.
+        """
         shares = sorted(
             {int(each.removesuffix(" %")) for rank in self.ranks if (each := text(rank))}
         )
@@ -59,14 +62,14 @@ class Column(NamedTuple):
     width: int = 0
 
     @property
-    def head(self) -> Cell:
-        return Cell(self.heading, f"min-width:{self.width}px" if self.width else "")
+    def head(self) -> TableCell:
+        return TableCell(self.heading, f"min-width:{self.width}px" if self.width else "")
 
 
 def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     """Return the rows to draw: ranks that differ first, then groups of ranks that are alike.
 
-    With `each`, every rank has a row.
+    With `each`, and for one or two ranks, every rank has a row.
     """
     if each or state.world_size <= 2:
         reasons = rank_texts.differences(state)
@@ -82,7 +85,10 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], state: RunState) -> str:
-    """Draw rows as a table."""
+    """Draw rows as a table, each with a remark below it if it has one.
+
+    Columns that are empty, or repeat the header of the board, are left out.
+    """
     columns = _columns(rows, state)
     filled = [(column, [column.cell(row) for row in rows]) for column in columns]
     drawn = [
@@ -90,12 +96,12 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
         for column, cells in filled
         if any(cells) and not _repeats_header(column, rows, cells)
     ]
-    lines: list[list[Cell]] = [[column.head for column, _ in drawn]]
+    lines: list[list[TableCell]] = [[column.head for column, _ in drawn]]
     for i, row in enumerate(rows):
-        lines.append([Cell(cells[i]) for _, cells in drawn])
-        if remark := _remark(row, state):
+        lines.append([TableCell(cells[i]) for _, cells in drawn])
+        if remark := _draw_remark(row, state):
             look = "white-space:normal;overflow-wrap:anywhere;padding-left:24px"
-            lines.append([Cell(remark, look)])
+            lines.append([TableCell(remark, look)])
     styles = [column.style for column, _ in drawn]
     table = html_table(lines, styles, head=True, is_wide=True)
     region = 'style="overflow-x:auto" tabindex="0" role="region" aria-label="ranks"'
@@ -103,9 +109,10 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
 
 
 def _repeats_header(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
-    """Return whether a column repeats the numbers of the header.
+    """Return whether a column repeats the numbers of the header: loss, place or rate.
 
-    Ranks that step together differ a little, since they report at different moments.
+    True for a single row. Ranks that step together differ a little, since they report at different
+    moments.
     """
     if column.heading == "loss":
         return len(cells) == 1
@@ -113,7 +120,10 @@ def _repeats_header(column: Column, rows: Sequence[Row], cells: Sequence[str]) -
 
 
 def _are_together(rows: Sequence[Row]) -> bool:
-    """Return whether all ranks run at one pace and are within one second's steps of each other."""
+    """Return whether all ranks run at one pace and are within one second's steps of each other.
+
+    False if any rank has no rate, has ended, or does not move in a hang.
+    """
     known = [row.first.progress for row in rows if row.first.status == "running"]
     steps = [each.steps for each in known if each is not None]
     rates = [each.step_rate for each in known if each is not None and each.step_rate]
@@ -128,8 +138,11 @@ def _are_together(rows: Sequence[Row]) -> bool:
     return is_near and max(rates) - min(rates) <= limits.MIN_GAP_SHARE * max(rates)
 
 
-def _remark(row: Row, state: RunState) -> str:
-    """Draw what needs the whole width, below the row of a rank: an error, other metrics."""
+def _draw_remark(row: Row, state: RunState) -> str:
+    """Draw what needs the whole width, below the row of a rank: an error, other metrics.
+
+    "" for a row of several ranks. The failure that caused others is drawn apart.
+    """
     if len(row.ranks) > 1:
         return ""
     rank, lines = row.first, [escape(row.reason)] if row.reason else []
@@ -147,7 +160,10 @@ def _remark(row: Row, state: RunState) -> str:
 
 
 def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
-    """Return the columns. Bars are only drawn if they differ: else the run's bar shows the same."""
+    """Return the columns, the most important first; `draw` leaves out those that are empty.
+
+    Bars are only drawn if they differ: else the run's bar shows the same.
+    """
     is_stuck = any(rank.hang == "stuck?" for rank in state.ranks)
     waits_named = any(rank_texts.WAITS in row.reason for row in rows)
     soft_left = f"{LEFT};{theme.SOFT}"
@@ -158,18 +174,18 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
         return lambda row: escape(row.median_text(text))
 
     columns = [
-        Column("rank", lambda row: f"{_name(row)}&ensp;{_status(row.first, state)}", LEFT, 90),
+        Column("rank", lambda row: f"{_name(row)}&ensp;{_draw_status(row.first, state)}", LEFT, 90),
         Column("node", lambda row: escape(_node(row)), soft_left),
-        Column("", lambda row: _bar(row, state) if has_bars else "", "min-width:72px"),
+        Column("", lambda row: _draw_bar(row, state) if has_bars else "", "min-width:72px"),
         Column("", lambda row: _percent(row) if has_bars else "", RIGHT, 42),
-        Column("loss", _loss, RIGHT, 56),
+        Column("loss", _draw_loss, RIGHT, 56),
         Column("rate", median_of(rank_texts.pace), RIGHT, 64),
-        Column("memory", _memory, RIGHT, 54),
+        Column("memory", _draw_memory, RIGHT, 54),
         Column("GPU", lambda row: row.percents(lambda rank: _gpu(rank, state)), RIGHT, 46),
         Column("CPU", lambda row: row.percents(rank_texts.cpu), RIGHT, 46),
         Column("compiled", median_of(rank_texts.compilations), RIGHT),
         Column("data wait", median_of(rank_texts.waiting_share), RIGHT),
-        Column("at", _position, soft_left),
+        Column("at", _draw_position, soft_left),
     ]
     left_out = {"rate"} if is_stuck else set()
     left_out |= {"data wait"} if waits_named else set()
@@ -177,7 +193,7 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
 
 
 def _gpu(rank: RankState, state: RunState) -> str:
-    """Return how busy a rank's GPU is, ``97 %``; empty if that is unknown."""
+    """Return how busy a rank's GPU is, ``97 %``; "" if that is unknown or the rank has ended."""
     host = state.hosts.get(rank.node)
     known = {gpu[0]: gpu[4] for gpu in host.gpus} if host is not None and not rank.is_over else {}
     busy = None if rank.usage.gpu is None else known.get(rank.usage.gpu)
@@ -185,6 +201,7 @@ def _gpu(rank: RankState, state: RunState) -> str:
 
 
 def _name(row: Row) -> str:
+    """Return the rank's number, or those of several ranks; if that is long, how many."""
     if len(row.ranks) == 1:
         return str(row.first.rank)
     numbers = format_ranks([rank.rank for rank in row.ranks]).removeprefix("ranks ")
@@ -196,8 +213,11 @@ def _node(row: Row) -> str:
     return nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes" if nodes else ""
 
 
-def _loss(row: Row) -> str:
-    """Draw the loss of a row: the mean over its ranks, with the span as a tooltip."""
+def _draw_loss(row: Row) -> str:
+    """Draw the loss of a row: the mean over its ranks, with the span as a tooltip.
+
+    "" if no rank has a loss; one that is not finite is bold.
+    """
     losses = [rank.loss for rank in row.ranks if rank.loss is not None]
     if not losses:
         return ""
@@ -211,15 +231,19 @@ def _loss(row: Row) -> str:
     return f'<span title="mean; {span}">{text}</span>'
 
 
-def _position(row: Row) -> str:
+def _draw_position(row: Row) -> str:
+    """Draw the row's position in its loops or bars, cut with a tooltip if it is long."""
     position = row.median_text(rank_texts.bar_positions)
     short = escape(shorten(position, 64))
     too_long = len(position) > 64
     return f'<span title="{escape(position[:400])}">{short}</span>' if too_long else short
 
 
-def _memory(row: Row) -> str:
-    """Draw the memory that a rank uses, with its parts as a tooltip."""
+def _draw_memory(row: Row) -> str:
+    """Draw the memory that a rank uses, with its parts as a tooltip; of several ranks, the span.
+
+    "" if it is unknown.
+    """
     rank = row.first
     if len(row.ranks) > 1:
         taken = [rank_texts.memory_bytes(rank) for rank in row.ranks]
@@ -243,8 +267,11 @@ def memory_parts(rank: RankState) -> str:
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
-def _status(rank: RankState, state: RunState) -> str:
-    """Draw the status of a rank. A rank that only lost its peers is shown as stopped."""
+def _draw_status(rank: RankState, state: RunState) -> str:
+    """Draw the status of a rank, with its sign.
+
+    A rank that only lost its peers is shown as stopped, with a text that explains it.
+    """
     is_echo = verdict.is_secondary(rank, state)
     status = "stopped" if is_echo else rank_texts.badge(rank)
     text = verdict.describe_trouble(rank, state) if is_echo else status
@@ -252,6 +279,7 @@ def _status(rank: RankState, state: RunState) -> str:
 
 
 def _share(row: Row) -> float | None:
+    """Return the median share that a row's ranks have done, 0 to 1; None if it is unknown."""
     shares = [eta.fraction(rank) for rank in row.sample if rank.bar is not None]
     known = [share for share in shares if share is not None]
     return median(known) if known else None
@@ -262,8 +290,8 @@ def _percent(row: Row) -> str:
     return "" if done is None else f"{int(100 * done)} %"
 
 
-def _bar(row: Row, state: RunState) -> str:
-    """Draw the bar of a row, if the share that is done is known."""
+def _draw_bar(row: Row, state: RunState) -> str:
+    """Draw the bar of a row; "" if the share that is done is unknown."""
     done, rank = _share(row), row.first
     if done is None:
         return ""

@@ -68,7 +68,8 @@ class Strips(NamedTuple):
 def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
     """Return the strips of a run; None while there is little to see.
 
-    `last` is the step at the right of the canvas. Without it, the strips cover seconds.
+    `last` is the step at the right of the canvas. Without it, the strips cover seconds. A short run
+    has strips only after a failure or in a hang.
     """
     at = state.ended if state.ended is not None else now
     ranks = [r.timeline if r.is_over else r.timeline.extend_to(at) for r in state.ranks]
@@ -81,7 +82,7 @@ def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
         return None
     per = -(-len(rows) // limits.MAX_DRAWN_RANKS)
     groups = [rows[i : i + per] for i in range(0, len(rows), per)]
-    bands = [_worst([row.letters.ljust(count) for row in group]) for group in groups]
+    bands = [_merge_worst([row.letters.ljust(count) for row in group]) for group in groups]
     columns = count
     if last is not None:
         most = tracking_limits.MAX_BINS
@@ -95,14 +96,17 @@ def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
 
 
 def _as_timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
-    """Return a timeline of letters without the spaces at their end."""
+    """Return a timeline of letters without the spaces at their end, and a step for each letter."""
     letters = letters.rstrip()
     steps += (steps[-1:] or (0,)) * (len(letters) - len(steps))
     return of.Timeline(letters, steps[: len(letters)])
 
 
 def _widen_ending(band: str) -> str:
-    """Widen a failure or a hang at the end of a strip to three columns, so that it is visible."""
+    """Widen a failure, a hang or a wait for peers at the end of a strip to three columns.
+
+    So it is visible. Another strip, or one under three columns, is returned as it is.
+    """
     last = band[-1:]
     if last not in (of.FAILED, of.STALLED, of.PEERS) or len(band) < 3:
         return band
@@ -110,10 +114,10 @@ def _widen_ending(band: str) -> str:
 
 
 def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
-    """Mark ranks as waiting for their peers while one rank alone waits for data.
+    """Return the strips with waits for peers where one rank alone waits for data.
 
     This is only known of ranks that step together, so have made the same number of steps, and of
-    waits in more columns than by chance.
+    waits in more columns than by chance; else `bands` is returned as it is.
     """
     steps = [rank.steps_before + rank.progress.steps for rank in state.ranks if rank.progress]
     if len(steps) < 2 or max(steps) - min(steps) > max(3, 0.02 * max(steps)):
@@ -134,7 +138,7 @@ def _mark_waits_for_peers(bands: list[str], state: RunState) -> list[str]:
 def _lone_waits(bands: list[str], row: int) -> list[int]:
     """Return the columns where a strip waits for data and at most a quarter of the others do.
 
-    A few columns may be chance, and are left out.
+    A few columns may be chance: below 6, the list is empty.
     """
     others = [band for at, band in enumerate(bands) if at != row]
     waits = [
@@ -165,7 +169,10 @@ def draw(strips: Strips, top: int, width: int) -> str:
 
 
 def draw_legend(strips: Strips, band: str = "") -> str:
-    """Draw the name of each activity beside a piece of its strip, and that of a curve's `band`."""
+    """Draw the name of each activity beside a piece of its strip, and the text `band` after them.
+
+    A remark explains strips that several ranks share.
+    """
     pieces = []
     ground = f"display:inline-flex;align-items:flex-end;height:8px;background:{theme.TRACK}"
     for letter, name in strips.legend:
@@ -185,15 +192,15 @@ def draw_legend(strips: Strips, band: str = "") -> str:
     return f'{"".join(pieces)}<span style="{theme.SOFT}">{" · ".join(rest)}</span>'
 
 
-def _worst(rows: list[str]) -> str:
-    """Return the worst activity of several ranks in each bin."""
+def _merge_worst(rows: list[str]) -> str:
+    """Return one strip with the worst activity of several ranks in each column."""
     if len(rows) == 1:
         return rows[0]
     return "".join(map(max, *(row.translate(_SEVERITIES) for row in rows))).translate(_LETTERS)
 
 
 def _draw_bands(bands: list[str], pitch: int) -> str:
-    """Draw bands with one unit per column. Everything that has one colour is one path."""
+    """Draw bands as SVG with one unit per column. Everything that has one colour is one path."""
     if pitch <= 5:
         return _draw_thin_bands(bands, pitch)
     paths, thick = dict.fromkeys(LOOKS, ""), pitch - 2

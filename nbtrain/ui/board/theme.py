@@ -99,13 +99,13 @@ def sign(status: str) -> str:
 
 
 def format_code(text: str) -> str:
-    """Escape a text and format the parts between backticks as code."""
+    """Escape a text, and format the parts between backticks as code, as HTML."""
     style = f"{MONO};background:rgba(128,128,128,.15);border-radius:3px;padding:0 3px"
     return re.sub(r"`([^`]+)`", rf'<code style="{style};color:inherit">\1</code>', escape(text))
 
 
 def draw_folded(title: str, inner: str, style: str = "margin:0") -> str:
-    """Draw HTML that a click on its title unfolds."""
+    """Draw HTML that a click on its title unfolds. Nothing is escaped."""
     summary = f'<summary style="cursor:pointer;{SOFT}">{title}</summary>'
     return f'<details style="{style}">{summary}{inner}</details>'
 
@@ -123,7 +123,8 @@ def draw_stretched(inner: str, size: tuple[int, int], label: str, *, as_image: b
     """Draw SVG elements, stretched from a width in units to the width of the page.
 
     `size` is this width and the height in pixels. The background is transparent. Text in the SVG
-    would be stretched, too.
+    would be stretched, too. With `as_image`, the SVG is the source of an ``<img>``. `label` must be
+    escaped.
     """
     height = size[1]
     box = f'viewBox="0 0 {size[0]} {height}" preserveAspectRatio="none"'

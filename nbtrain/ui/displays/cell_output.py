@@ -23,13 +23,17 @@ class CellOutput(Display):
             self._board.listen()
 
     def update(self, state: RunState, now: float) -> None:
+        """Draw the board, once the task has taken MAX_DRAW_INTERVAL_S. Prints nothing."""
         if self._board is None and state.elapsed(now) >= limits.MAX_DRAW_INTERVAL_S:
             self._board = self._make_board()
         if self._board is not None:
             self._board.update(state, now)
 
     def finish(self, state: RunState, now: float) -> None:
-        """Complete the board, or print what the ranks printed if there is none."""
+        """Complete the board, or print notes and what the ranks printed if there is no board.
+
+        In both cases, then show what the ranks displayed.
+        """
         if self._board is not None:
             self._board.finish(state, now)
         else:
@@ -41,7 +45,10 @@ class CellOutput(Display):
 
 
 def printed_lines(ranks: Sequence[RankState]) -> Iterator[str]:
-    """Yield the lines that ranks printed. A line that several ranks printed comes once."""
+    """Yield the lines that ranks printed, after ``[rank 0]``; a line of several ranks comes once.
+
+    The traceback that ended a rank is left out; a line counts those that are no longer in memory.
+    """
     logs: dict[int, list[str]] = {}
     for rank in ranks:
         lines = [*merged_log.cut_traceback(rank.log)]  # the caller raises the exception
@@ -54,7 +61,8 @@ def printed_lines(ranks: Sequence[RankState]) -> Iterator[str]:
 def displayed_outputs(ranks: Sequence[RankState]) -> Iterator[str | Mapping[str, float | str]]:
     """Yield what ranks displayed: everything of the first that did, and what differs of others.
 
-    A rich display is yielded as its MIME types. Of other ranks, only texts of a few lines come.
+    A rich display is yielded as its MIME types, a text as lines after ``[rank 0]``. Of other ranks,
+    only texts of a few lines come.
     """
     first = next((rank for rank in ranks if rank.displayed), None)
     if first is None:

@@ -57,9 +57,10 @@ class _MarimoOutput:
 
 
 def show(output: Any) -> Any:
-    """Display a widget or a dictionary of MIME types, and return a handle that updates the output.
+    """Display a widget or a dictionary of MIME types; return a handle that updates the output.
 
-    Without IPython, print the text of a dictionary and return None.
+    Without IPython, prints the text of a dictionary and returns None. In marimo, replaces what the
+    cell showed.
     """
     if is_marimo():
         handle = _MarimoOutput()
@@ -84,8 +85,13 @@ class Pace:
         self._state: RunState | None = None
         self._drawn = -math.inf
 
-    def is_due(self, state: RunState, now: float) -> bool:
-        """Return whether to draw now. If so, the caller must draw."""
+    def claim_drawing(self, state: RunState, now: float) -> bool:
+        """Return whether to draw now, and count True as a drawing: the caller must draw.
+
+        `now` is in seconds. A changed state is drawn after MIN_DRAW_INTERVAL_S, an unchanged one
+        after MAX_DRAW_INTERVAL_S, and on a crowded host only after the latter. The first call
+        returns True.
+        """
         passed = now - self._drawn
         is_slow = state is self._state or is_crowded()
         interval = limits.MAX_DRAW_INTERVAL_S if is_slow else limits.MIN_DRAW_INTERVAL_S
@@ -105,7 +111,7 @@ class HtmlDisplay(Display):
         self._pace = Pace()
 
     def update(self, state: RunState, now: float) -> None:
-        if self._pace.is_due(state, now):
+        if self._pace.claim_drawing(state, now):
             self._draw(state, now)
 
     def finish(self, state: RunState, now: float) -> None:

@@ -44,7 +44,10 @@ class CommPump:
         self._control: set[str] = set()
 
     def pump(self, comm_ids: Collection[str]) -> bool:
-        """Handle messages for these comms, as a `Pump`."""
+        """Handle the waiting messages for these comms, as a `Pump`; return False if that failed.
+
+        Other messages are passed on to ipykernel. Never raises.
+        """
         matches: list[tuple[Any, Any]] = []
         works = True
         try:
@@ -56,7 +59,10 @@ class CommPump:
         return works
 
     def _sort_messages(self, comm_ids: Collection[str], matches: list[tuple[Any, Any]]) -> None:
-        """Append messages for our widgets to `matches`, and pass the others on."""
+        """Append waiting messages for our widgets to `matches`; pass the others on to ipykernel.
+
+        Its receiver is in place again afterwards, also after an exception, which is raised.
+        """
         import zmq
 
         receiver = self._receiver()
@@ -78,7 +84,7 @@ class CommPump:
         """Return ipykernel's receiver of messages.
 
         Raises:
-            RuntimeError: ipykernel has none, or one of another kind.
+            RuntimeError: ipykernel has no receiver, or one of another kind.
         """
         receiver: Callable[[Any], Any] | None = self._stream._recv_callback
         if receiver is None or self._stream._recv_copy:
@@ -86,7 +92,7 @@ class CommPump:
         return receiver
 
     def _read(self, frames: Any, comm_ids: Collection[str]) -> tuple[Any, Any] | None:
-        """Return the sender and the message if it is for our widgets; else None."""
+        """Return the sender and the message if it is for our widgets; else None. Never raises."""
         session = self._kernel.session
         try:
             idents, parts = session.feed_identities(frames, copy=False)
@@ -99,7 +105,11 @@ class CommPump:
             return None
 
     def _is_for_widgets(self, kind: str, content: Any, comm_ids: Collection[str]) -> bool:
-        """Whether a message of the page is one that a running cell must handle."""
+        """Return whether a message of the page is one that a running cell must handle.
+
+        These are messages for `comm_ids`, and requests for the kernel's info or the widgets' state,
+        for which it notes the comm that a page opens.
+        """
         if kind in _REQUESTS:
             return True
         if kind == "comm_open" and content["target_name"] == CONTROL_TARGET:
@@ -112,7 +122,10 @@ class CommPump:
         return kind == "comm_msg" and content["data"].get("method") == "request_state"
 
     def _handle(self, idents: Any, message: Any) -> None:
-        """Call ipykernel's own handler. Output still belongs to the running cell."""
+        """Call ipykernel's own handler. Output still belongs to the running cell.
+
+        An exception is logged by the kernel, not raised.
+        """
         import zmq
 
         kind, kernel = message["header"]["msg_type"], self._kernel
@@ -154,7 +167,10 @@ def find_pump(shell: Any) -> Pump | None:
 
 
 def _main_stream(kernel: Any) -> tuple[Any, Any]:
-    """Return the stream that the main thread receives from, and the one for its replies."""
+    """Return the stream that the main thread receives from, and the one for its replies.
+
+    Raises `AttributeError` for another ipykernel.
+    """
     thread = getattr(kernel, "shell_channel_thread", None)
     if thread is None:  # ipykernel 6
         return kernel.shell_stream, kernel.shell_stream

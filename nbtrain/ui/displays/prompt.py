@@ -24,7 +24,10 @@ class Prompt(Protocol):
 
 
 def find() -> Prompt | None:
-    """Return the prompt of the notebook or terminal that runs this code; None if it has none."""
+    """Return the prompt of the notebook or terminal that runs this code; None if it has no prompt.
+
+    In a notebook, only if the front-end allows input; never in marimo.
+    """
     shell = ipython_shell()
     kernel = getattr(shell, "kernel", None)
     if kernel is not None:
@@ -58,7 +61,7 @@ class KernelPrompt:
         session.send(self._socket, "input_request", content, parent, ident=ident)
 
     def answer(self) -> str | None:
-        """Return the typed line; None until it is complete."""
+        """Return the typed line; None until it is sent. Does not wait."""
         _, reply = self._kernel.session.recv(self._socket)
         return None if reply is None else str(reply["content"].get("value", ""))
 
@@ -77,7 +80,10 @@ class TerminalPrompt:
         print(text, end="", flush=True)
 
     def answer(self) -> str | None:
-        """Return the typed line; None until it is complete."""
+        """Return the typed line without its end; None until it is complete. Does not wait.
+
+        The end of the input (Ctrl-D) counts as "quit".
+        """
         if b"\n" not in self._typed:
             if not is_readable(self._descriptor):
                 return None

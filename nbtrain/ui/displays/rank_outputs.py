@@ -24,13 +24,16 @@ class RankOutputs:
         self._updated_at = -math.inf
 
     def update(self, state: RunState, now: float) -> None:
-        """Show new and changed displays."""
+        """Show new and changed displays, at most once in MAX_DRAW_INTERVAL_S."""
         if not 0 <= now - self._updated_at < limits.MAX_DRAW_INTERVAL_S:
             self._updated_at = now
             self._show(state.ranks[self._rank or 0])
 
     def finish(self, state: RunState) -> None:
-        """Show everything, of another rank if rank 0 displayed nothing. Name the other ranks."""
+        """Show all displays, of another rank if rank 0 displayed nothing, and name the other ranks.
+
+        With a chosen rank, only its displays.
+        """
         talkers = [rank for rank in state.ranks if rank.displayed]
         if self._rank is not None or state.ranks[0].displayed:
             self._show(state.ranks[self._rank or 0])
@@ -43,7 +46,11 @@ class RankOutputs:
             show(_label(text))
 
     def _show(self, rank: RankState) -> None:
-        """Show a rank's displays: new ones below, changed ones in place, cleared ones empty."""
+        """Show a rank's displays: new ones below, changed ones in place, cleared ones empty.
+
+        Does nothing if it has not displayed anything, and in marimo. A label with the rank comes
+        first, once.
+        """
         if not rank.displayed or is_marimo():
             return
         if self._labelled is None:
@@ -56,9 +63,8 @@ class RankOutputs:
                 handle = self._slots[index][0]
                 handle.update(dict(event.data), raw=True)
                 self._slots[index] = handle, event
-        for index in range(
-            len(rank.displayed), len(self._slots)
-        ):  # the rank cleared these displays
+        # The rank cleared these displays.
+        for index in range(len(rank.displayed), len(self._slots)):
             handle, previous = self._slots[index]
             if previous is not None:
                 handle.update(_EMPTY, raw=True)

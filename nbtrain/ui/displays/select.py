@@ -62,7 +62,10 @@ def choose(
 
 
 def with_outputs(display: Display) -> Display:
-    """Return a display that shows what ranks display, too. A headless one does so at the end."""
+    """Return a display that also shows what ranks display; a headless one does so at the end.
+
+    A display in plain text, or that shows nothing, is returned as it is.
+    """
     if isinstance(display, TextDisplay):
         return WithOutputs(display, live=False) if display.keep_html else display
     is_page = isinstance(display, (HtmlDisplay, WidgetDisplay))
@@ -70,7 +73,10 @@ def with_outputs(display: Display) -> Display:
 
 
 def _is_headless(shell: Any) -> bool:
-    """Return whether a program executes this cell, so that ``input()`` is not allowed."""
+    """Return whether a program executes this cell, so that ``input()`` is not allowed.
+
+    False outside a kernel.
+    """
     try:
         content = shell.get_parent()["content"]
     except (AttributeError, KeyError, TypeError):
@@ -95,7 +101,10 @@ def _is_console(shell: Any) -> bool:
 
 
 def _has_widgets(shell: Any) -> bool:
-    """Return whether the page can show widgets and send clicks. Colab cannot during a cell."""
+    """Return whether ipywidgets is installed, and the page sends clicks during a cell.
+
+    Colab does not.
+    """
     try:
         return "google.colab" not in str(shell) and bool(importlib.util.find_spec("ipywidgets"))
     except ValueError:  # sys.modules has a module of that name that has no spec
@@ -115,7 +124,11 @@ class GuardedDisplay:
         self._warned = False
 
     def update(self, state: RunState, now: float) -> None:
-        """Handle clicks, and show the present state if that works."""
+        """Handle clicks, and draw the present state. A failure only warns, the first time.
+
+        After a failed drawing, nothing is drawn for REPORT_INTERVAL_S; then it is drawn as usual
+        again. Clicks are handled in any case.
+        """
         self._attempt(self._display.listen)
         passed = time.monotonic() - self._failed
         if passed > limits.REPORT_INTERVAL_S and not self._attempt(
@@ -124,11 +137,11 @@ class GuardedDisplay:
             self._failed = time.monotonic()
 
     def finish(self, state: RunState, now: float) -> None:
-        """Show the final state if that works."""
+        """Draw the final state, also soon after a failed drawing. A first failure only warns."""
         self._attempt(partial(self._display.finish, state, now))
 
     def _attempt(self, act: Callable[[], None]) -> bool:
-        """Call the display; return False after an error, of which the first is a warning."""
+        """Call `act`, and return whether it succeeded. Of all errors, the first is a warning."""
         try:
             act()
         except Exception as error:  # a lost page or a changed library must not end the training

@@ -36,7 +36,7 @@ class TextDisplay(Display):
         self._hang = ""
 
     def update(self, state: RunState, now: float) -> None:
-        """Print new lines of the ranks, and the progress from time to time."""
+        """Print new lines of the ranks, a hang that begins or ends, and at times the progress."""
         _print(self._output.new_lines(state))
         if state.hang != self._hang:
             self._hang = state.hang
@@ -44,14 +44,13 @@ class TextDisplay(Display):
         if self._next_line_at is None:
             self._next_line_at = now + limits.REPORT_INTERVAL_S
             _print([f"● {state.full_title}: {run_texts.facts(state, now)}"])
-        elif (
-            not 0 < self._next_line_at - now <= limits.REPORT_INTERVAL_S
-        ):  # it is reached, or the clock was set
+        # It is reached, or the clock was set.
+        elif not 0 < self._next_line_at - now <= limits.REPORT_INTERVAL_S:
             self._next_line_at = now + limits.REPORT_INTERVAL_S
             _print(self._progress_lines(state))
 
     def _progress_lines(self, state: RunState) -> list[str]:
-        """Return the lines of ranks that have moved."""
+        """Return the lines of active ranks that changed since the last call, which it remembers."""
         moved = []
         for rank in state.ranks:
             line = text_summary.rank_line(rank, state)
@@ -61,7 +60,7 @@ class TextDisplay(Display):
         return moved
 
     def finish(self, state: RunState, now: float) -> None:
-        """Print the rest of the output, then the summary or the board."""
+        """Print the rest of the output; then print the summary without notes, or show the board."""
         _print(self._output.new_lines(state, is_last=True))
         if self.keep_html:
             show(bundle(state, now))
@@ -79,8 +78,11 @@ class TableDisplay(Display):
         """Lines of the table on the screen, right above the cursor."""
 
     def update(self, state: RunState, now: float) -> None:
-        """Draw the table of ranks in place of the last one, below new output."""
-        if self._pace.is_due(state, now):
+        """Draw the table of ranks in place of the last one, below new output, if that is due.
+
+        It is cut to the size of the terminal.
+        """
+        if self._pace.claim_drawing(state, now):
             size = shutil.get_terminal_size()
             table = text_summary.summary(replace(state, findings=()), now).split("\n")
             table = [line[: size.columns] for line in table[: max(1, size.lines - 2)]]
@@ -92,7 +94,10 @@ class TableDisplay(Display):
         self._height = 0
 
     def _replace_table(self, above: list[str], table: list[str], wrap: bool = False) -> None:
-        """Replace the table and add new lines above it, in one write, so that nothing flickers."""
+        """Replace the table and add new lines above it, in one write, so that nothing flickers.
+
+        Long lines are cut unless `wrap` is set. Remembers the height of the table.
+        """
         up = f"\x1b[{self._height}F\x1b[0J" if self._height else ""
         head = "".join(f"{line}\n" for line in above)
         body = "\n".join(map(colour_status, table))
@@ -118,7 +123,11 @@ class _Output:
         """Lines that are not printed yet, by rank, each with the time when it was seen."""
 
     def new_lines(self, state: RunState, *, is_last: bool = False) -> list[str]:
-        """Return new lines. With `is_last`, include lines that other ranks may still print, too."""
+        """Return the lines to print since the last call: new notes, then labelled lines of ranks.
+
+        A line that other ranks may still print waits up to MAX_DRAW_INTERVAL_S, but not with
+        `is_last`.
+        """
         lines = [note for note in run_texts.notes(state) if note not in self._printed_notes]
         self._printed_notes.update(lines)
         now = time.monotonic()
@@ -130,7 +139,10 @@ class _Output:
         return [*lines, *self._merge_due_lines(state, seen_by)]
 
     def _unprinted_lines(self, rank: RankState, state: RunState) -> Iterator[str]:
-        """Yield a rank's lines since the last call; a traceback that is raised is cut."""
+        """Yield a rank's lines since the last call; a traceback that is raised is cut.
+
+        A line counts those that are no longer in memory. The lines then count as printed.
+        """
         new = rank.log_count - self._printed.get(rank.rank, 0)
         if new <= 0:
             return
@@ -150,7 +162,8 @@ class _Output:
     def _merge_due_lines(self, state: RunState, seen_by: float) -> Iterator[str]:
         """Yield the lines that all active ranks have printed, and those seen before `seen_by`.
 
-        A newer line that equals an older one is yielded with it.
+        They are removed from `_pending`, and have labels: ``[rank 0] loading``. A newer line that
+        equals an older one is yielded with it.
         """
         pending = {rank: [line for _, line in seen] for rank, seen in self._pending.items()}
         active = {rank.rank for rank in state.ranks if not rank.is_over}
@@ -167,7 +180,10 @@ class _Output:
 
 
 def can_redraw(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a stream is a terminal that can move its cursor and show colours."""
+    """Return whether a stream is a terminal that can move its cursor and show colours.
+
+    False if NO_COLOR is set, or TERM is not.
+    """
     term = environment.get("TERM", "")
     if term in ("", "dumb") or environment.get("NO_COLOR"):
         return False

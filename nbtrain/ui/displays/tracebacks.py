@@ -17,6 +17,7 @@ class _RankTraceback:
         self._error = error
 
     def __call__(self) -> list[str] | None:
+        """Return the lines of the rank's traceback, with notes; None without IPython or error."""
         shell, error = ipython_shell(), self._error
         if shell is None or error is None:
             return None
@@ -34,7 +35,10 @@ class _RankTraceback:
 
 
 def show_rank_traceback(error: BaseException) -> BaseException:
-    """Make IPython draw `error` without the frames between the cell and the rank."""
+    """Make IPython draw `error` without the frames between the cell and the rank; return it.
+
+    Does nothing outside IPython, for nbtrain's own errors, and for a class that forbids attributes.
+    """
     is_ours = isinstance(error, NbtrainError) and rank_frames(error.__traceback__) is None
     if not is_ours and ipython_shell() is not None:
         with contextlib.suppress(AttributeError, TypeError):  # a class may forbid attributes

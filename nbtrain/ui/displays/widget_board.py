@@ -52,11 +52,11 @@ class WidgetDisplay(Display):
         self._pace = Pace()
 
     def update(self, state: RunState, now: float) -> None:
-        """Draw the board if that is due, and show it the first time."""
+        """Draw the board if that is due or the user chose something, and show it the first time."""
         if self._box is None:
             self._open(state, now)
         has_choice = self._controls is not None and self._controls.has_changed()
-        if has_choice or self._pace.is_due(state, now):
+        if has_choice or self._pace.claim_drawing(state, now):
             self._draw(state, now)
             if self._handle is None:
                 view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
@@ -65,16 +65,19 @@ class WidgetDisplay(Display):
                 self._handle = show({_VIEW: view, **forms, "text/html": html})
 
     def finish(self, state: RunState, now: float) -> None:
-        """Replace the widgets by the final board, which a saved notebook keeps."""
+        """Replace the widgets by the final board, which a saved notebook keeps.
+
+        Closes the controls. One widget with the final board stays open, for a page that was
+        reloaded.
+        """
         data = bundle(state, now)
         self._drop_controls()
         if self._handle is not None:
             import ipywidgets
 
             self._handle.update(data, raw=True)
-            self._box.children = (
-                ipywidgets.HTML(data["text/html"]),
-            )  # this HTML has a frame of its own
+            # This HTML has a frame of its own.
+            self._box.children = (ipywidgets.HTML(data["text/html"]),)
             _close(self._frame)
             _keep_open(self._box)
             return
@@ -83,7 +86,7 @@ class WidgetDisplay(Display):
             _close(self._box)
 
     def _open(self, state: RunState, now: float) -> None:
-        """Make the widgets of the board, with controls if the page can send messages."""
+        """Make the widgets of the board, with controls if there is a pump. Does not show them."""
         import ipywidgets
 
         self._parts = [ipywidgets.HTML() for _ in board.parts(state, now)]
@@ -103,7 +106,7 @@ class WidgetDisplay(Display):
             _listening.add(self)
 
     def _draw(self, state: RunState, now: float) -> None:
-        """Draw each part of the board, and the menus."""
+        """Draw each part of the board and the menus, and at times a text for a screen reader."""
         choices = board.ViewChoices() if self._controls is None else self._controls.choices
         for part, drawn in zip(self._parts, board.parts(state, now, choices), strict=True):
             part.value = drawn  # which sends nothing to the page if it is the same
@@ -112,14 +115,17 @@ class WidgetDisplay(Display):
         self._update_status(state, now)
 
     def _update_status(self, state: RunState, now: float) -> None:
-        """Have a screen reader read the status when it changes, and every few seconds."""
+        """Have a screen reader read the status when it changes, and every REPORT_INTERVAL_S."""
         status = run_texts.status(state)
         if status != self._last_status[0] or now - self._last_status[1] >= limits.REPORT_INTERVAL_S:
             self._last_status = status, now
             self._status_html.value = board.draw_screen_reader_status(state, now)
 
     def listen(self) -> None:
-        """Handle the clicks that the page has sent; without a connection, drop the controls."""
+        """Handle the clicks on all boards. If that fails, remove this board's controls.
+
+        Does nothing without controls.
+        """
         if self._pump is None or self._controls is None:
             return
         if not self._pump(listening_ids()):
@@ -127,7 +133,10 @@ class WidgetDisplay(Display):
             self._drop_controls()
 
     def _drop_controls(self) -> None:
-        """Remove the buttons and menus from the board."""
+        """Remove the buttons and menus from the board, and close them, if it has any.
+
+        Waits for the thread that collects stacks.
+        """
         if self._controls is None:
             return
         _listening.discard(self)
@@ -140,7 +149,7 @@ class WidgetDisplay(Display):
         self._controls = None
 
     def widget_ids(self) -> set[str]:
-        """Return the ids of this board's widgets."""
+        """Return the ids of this board's widgets; empty without controls."""
         controls = self._controls
         shown = [] if controls is None else [*_list_widgets(self._box), *controls.widgets()]
         return {widget.model_id for widget in shown if widget.model_id is not None}
@@ -161,7 +170,7 @@ _open_boxes: collections.deque[Any] = collections.deque()
 
 
 def _keep_open(box: Any) -> None:
-    """Keep a board open in the kernel. Close the oldest if there are more than runs are kept."""
+    """Keep a board's widgets open in the kernel. Closes the oldest ones above MAX_RUNS boards."""
     _open_boxes.append(box)
     while len(_open_boxes) > tracking_limits.MAX_RUNS:
         _close(_open_boxes.popleft())

@@ -54,8 +54,8 @@ class Controls:
         self.row = ipywidgets.HBox(buttons, layout={"flex": "0 0 auto", "align_self": "flex-start"})
         self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
 
-    def _menu(self, name: str, *options: str) -> Any:
-        """Return a menu of options whose choice changes the board."""
+    def _make_menu(self, name: str, *options: str) -> Any:
+        """Make a menu of options; a choice marks the controls as changed. Does not show it."""
         import ipywidgets
 
         style = {"description_width": "initial"}
@@ -70,7 +70,7 @@ class Controls:
 
     @property
     def choices(self) -> board.ViewChoices:
-        """What the user chose in the menus."""
+        """Return what the user chose in the menus; the defaults before they were opened."""
         metric, log = self._chosen("chart", _AUTOMATIC), self._chosen("log", _LAST)
         return board.ViewChoices(
             metric=None if metric == _AUTOMATIC else metric,
@@ -81,18 +81,20 @@ class Controls:
         )
 
     def has_changed(self) -> bool:
-        """Return whether the user changed anything since the last call."""
+        """Return whether the user changed anything since the last call, and clear that mark."""
         changed, self._changed = self._changed, False
         return changed
 
     def follow(self, state: RunState, now: float) -> None:
-        """Update the menus, and show whether the run is stopping."""
+        """Update the menus, and show whether the run is stopping.
+
+        A new attempt can be stopped again. Remembers `state` and `now` for the picture.
+        """
         self._drawn = state, now
         if self._dots.value or self._menus:
             self._update_menus(state)
-        if (
-            state.attempt != self._attempt
-        ):  # the attempt before was stopped; this one can be stopped, too
+        # The attempt before was stopped; this one can be stopped, too.
+        if state.attempt != self._attempt:
             self._attempt, self._stopping = state.attempt, False
             self._button.description, self._button.disabled = "Stop", False
         stopping = self._stopping or state.status == "stopping"
@@ -100,7 +102,10 @@ class Controls:
             self._button.description, self._button.disabled = "stopping…", True
 
     def _update_menus(self, state: RunState) -> None:
-        """Offer the present choices, and show the menus while ⋯ is pressed."""
+        """Offer the present choices, and show the menus while ⋯ is pressed.
+
+        A menu with a single choice is not made.
+        """
         talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
         offered = {
             "chart": [_AUTOMATIC, *list(state.curves.all)[: limits.MAX_DRAWN_RANKS]],
@@ -112,7 +117,7 @@ class Controls:
             if len(options) < 2 + (name == "chart"):
                 continue
             if name not in self._menus:
-                self._menus[name] = self._menu(name, *options)
+                self._menus[name] = self._make_menu(name, *options)
             _set_options(self._menus[name], options)
         wanted = [*self._menus.values(), self._image_button] if self._dots.value else []
         if wanted != list(self.more.children):
@@ -130,20 +135,23 @@ class Controls:
         ]
 
     def _on_click(self, _button: Any) -> None:
-        """Stop the run. May be called on any thread."""
+        """Stop the run, once. May be called on any thread."""
         if not self._stopping:
             self._stop()
             self._stopping = self._changed = True
 
     def _on_image(self, _button: Any) -> None:
-        """Show or hide the run as a picture to copy."""
+        """Hide what the panel shows; if it is empty, show the run as a picture to copy."""
         if self.panel.value or self._drawn is None:
             self.panel.value = ""
         else:
             self.panel.value = card.image(card.card(*self._drawn))
 
     def _on_stacks(self, _button: Any) -> None:
-        """Show or hide the stacks. A thread collects them, since that takes a moment."""
+        """Hide what the panel shows; if it is empty, show the stacks.
+
+        A thread collects them, since that takes a moment.
+        """
         if self.panel.value:
             self.panel.value = ""
         elif self._stacks_thread is None or not self._stacks_thread.is_alive():
@@ -172,7 +180,10 @@ class Controls:
 
 
 def _set_options(menu: Any, options: list[str]) -> None:
-    """Change the options of a menu and keep the choice."""
+    """Change the options of a menu and keep the choice, without a message to the page in between.
+
+    Does nothing if the options are the same, or the choice is no longer among them.
+    """
     if list(menu.options) != options and menu.value in options:
         chosen = menu.value
         with menu.hold_sync():

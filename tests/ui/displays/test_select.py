@@ -556,14 +556,14 @@ def test_where_ranks_need_all_cores_the_board_is_drawn_less_often(
     ):
         load(per_core)
         pace, state = Pace(), RunState("name", "fork", (), 0.0)
-        drawn = sum(pace.is_due(replace(state), look / 10) for look in range(600))
+        drawn = sum(pace.claim_drawing(replace(state), look / 10) for look in range(600))
         assert drawn == pytest.approx(60 / interval, abs=2)
 
 
 @pytest.mark.usefixtures("load")
 def test_a_run_that_does_not_change_is_drawn_once_a_second() -> None:
     pace, state = Pace(), RunState("name", "fork", (), 0.0)
-    drawn = sum(pace.is_due(state, look / 10) for look in range(600))
+    drawn = sum(pace.claim_drawing(state, look / 10) for look in range(600))
     assert drawn == pytest.approx(60, abs=2)
 
 
@@ -571,5 +571,7 @@ def test_a_run_that_does_not_change_is_drawn_once_a_second() -> None:
 def test_looks_that_come_late_do_not_slow_the_board_down() -> None:
     for every in (0.03, 0.07, 0.15, 0.19):  # seconds between two looks
         pace, state = Pace(), RunState("name", "fork", (), 0.0)
-        drawn = sum(pace.is_due(replace(state), look * every) for look in range(int(60 / every)))
+        drawn = sum(
+            pace.claim_drawing(replace(state), look * every) for look in range(int(60 / every))
+        )
         assert drawn == pytest.approx(60 / limits.MIN_DRAW_INTERVAL_S, abs=2), every
