@@ -71,16 +71,19 @@ class Channel:
         """Wait for the next message; return it and the descriptor that came with it, if any.
 
         The caller closes the descriptor. From another host, it is of a memory file with the content
-        that was sent. Raises `EOFError` if the other end is closed or the connection fails, or if
-        the first message is too large or takes longer than `CONNECT_TIMEOUT_S`. Raises `ValueError`
-        for a message that is not JSON.
+        that was sent. Raises `EOFError` if the other end is closed, the connection fails, or a
+        message is not JSON, or if the first one is too large or takes longer than
+        `CONNECT_TIMEOUT_S`.
         """
         self._deadline = None if self._is_known else time.monotonic() + CONNECT_TIMEOUT_S
         head, descriptors = self._receive(_HEAD.size, with_data=self.passes_files)
         size, data_size = _HEAD.unpack(head)
         if not self._is_known and (data_size or size > CHUNK_BYTES):
             raise EOFError(f"a message of {size + data_size} bytes")
-        message = json.loads(self._receive(size)[0])
+        try:
+            message = json.loads(self._receive(size)[0])
+        except ValueError as error:
+            raise EOFError(f"a message that is not JSON ({error})") from error
         if data_size:
             with memory_file() as file:
                 while data_size:
@@ -208,11 +211,9 @@ def fill_memory_file(write: Callable[[IO[bytes]], object]) -> IO[bytes]:
 
     Its position is at the end. If `write` raises, the file is closed, and the exception raised.
     """
-    file = memory_file()
-    try:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(memory_file())
         write(file)
         file.flush()
-    except BaseException:  # also an interrupt: the caller never gets it, so close it here
-        file.close()
-        raise
+        stack.pop_all()  # from here on, the caller closes it
     return file

@@ -88,6 +88,14 @@ def test_a_message_that_is_too_long_for_an_unknown_sender_is_not_read(size: int)
     other.close()
 
 
+def test_a_message_that_is_not_json_counts_as_the_end(pair: tuple[Channel, Channel]) -> None:
+    here, there = pair
+    text = b"not JSON"
+    os.write(here.fileno(), struct.pack("!IQ", len(text), 0) + text)
+    with pytest.raises(EOFError, match="JSON"):
+        there.receive()
+
+
 def test_a_listener_hands_out_connections(tmp_path: Path) -> None:
     listener = Listener(tmp_path)
     assert listener.accept(0.01) is None

@@ -117,7 +117,7 @@ class Conversation(Companion):
             rank = by_descriptor[descriptor]
             try:
                 self._take(rank, self._channels[rank].receive()[0])
-            except (EOFError, ValueError):
+            except EOFError:
                 self._channels.pop(rank).close()
                 self._waiting.pop(rank, None)
                 if rank == self._current:

@@ -130,7 +130,7 @@ class NotebookFile:
             if poller.poll(1000 * POLL_INTERVAL_S):
                 try:
                     return str(self._channel.receive()[0]["line"])
-                except (EOFError, ValueError, KeyError):
+                except (EOFError, KeyError):
                     break
         return None
 

@@ -366,7 +366,7 @@ class LiveRanks:
             message, data = self._channels[rank].receive()
         except KeyError:  # another thread has stopped the ranks
             return None
-        except (EOFError, ValueError):
+        except EOFError:
             if (channel := self._channels.pop(rank, None)) is not None:  # else they were stopped
                 channel.close()
             return None
