@@ -231,7 +231,8 @@ def smooth(band: list[Bin]) -> list[tuple[float, float]]:
     """Return the means of a band by step, each averaged with its neighbours.
 
     The average runs forwards and then backwards, so that the curve does not lag. Its width is a
-    share of the steps, and not a number of points, which are dense at the start of a run.
+    36th of the steps, and not a number of points, which are dense at the start of a run. Empty for
+    an empty band.
     """
     points = [(each.x, each.mean) for each in band]
     # A loss that is always NaN has no points.

@@ -72,7 +72,7 @@ class Curve:
         return format_rate(last * self.per) if is_rate else format_number(last)
 
     def line(self, points: int) -> list[Point]:
-        """Return up to `points` points of the strong line, smoothed if a metric has enough values.
+        """Return up to `points` points of the strong line, smoothed for a metric of over 24 bins.
 
         Else it ends at the newest value. Samples per second are multiplied by the number of ranks.
         """
