@@ -59,11 +59,11 @@ class WorkComparison:
                 self._reported = None
 
     def check(self, findings: Iterable[Finding]) -> list[ev.RunNote]:
-        """Return a note on a new finding, unless lint has it among the `findings` of the run.
+        """Return a list with the note on a new finding, or an empty list.
 
-        Empty until every rank has sent a sample, without a new sample, and after a finding with a
-        flaw. A second finding has no text; if the finding makes the result wrong, the run is still
-        marked.
+        A second finding, or one in a run where lint has found a like one, gives no text: the note
+        only marks a wrong result, and is left out if the result is right. Empty until every rank
+        has sent a sample, without a new sample, and after a finding with a flaw.
         """
         before = self._reported
         is_flawed = before is not None and before.flaw
@@ -84,8 +84,8 @@ class WorkComparison:
 def compare(samples: list[ev.WorkSample]) -> Finding | None:
     """Return what is wrong with the work of all ranks, if anything is.
 
-    None for fewer than two ranks, for ranks that are excused, and if only some have trained or
-    joined: they may do different things on purpose.
+    Fewer than two ranks, ranks that are excused, and ranks of which only some have trained or
+    joined are not compared: they may do different things on purpose.
     """
     if len(samples) < 2 or any(sample.is_excused for sample in samples):
         return None
@@ -126,7 +126,7 @@ def _judge_separate_ranks(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _judge_process_group(samples: list[ev.WorkSample]) -> Finding | None:
-    """Return what is wrong with the ranks of a process group, or None.
+    """Return what is wrong with the ranks of a process group, if anything is.
 
     In this order: different final weights; the same batches, though the model is wrapped for data
     parallelism; and ranks that exchange nothing and end equally.
@@ -189,7 +189,7 @@ def _find_different_weights(samples: list[ev.WorkSample]) -> Finding | None:
 def _judge_ranks_without_steps(samples: list[ev.WorkSample]) -> Finding | None:
     """Return what is wrong with ranks that took no optimizer step, as in an evaluation.
 
-    None before all have ended, if one asked for its rank, or if their batches differ.
+    They are only compared when all have ended, and if their code does not use its rank.
     """
     is_over = all(sample.is_last and not sample.asks_rank for sample in samples)
     if not (is_over and _have_same_batches(samples)):

@@ -326,7 +326,10 @@ def _packages() -> dict[str, str | None]:
 
 
 def _host(ranks: int) -> Iterator[Row]:
-    """Yield the host's memory, CPUs, shared memory, quotas and run folders."""
+    """Yield the host's memory, CPUs, shared memory, quotas and run folders.
+
+    `ranks` is how many ranks share the CPUs.
+    """
     memory = host.memory()
     limit = f"container's limit {format_bytes(memory.limit)}" if memory.limit else "no cgroup limit"
     total = format_bytes(memory.total)
@@ -347,7 +350,10 @@ def _host(ranks: int) -> Iterator[Row]:
 
 
 def _quotas() -> Iterator[tuple[str, host.Quota]]:
-    """Yield the limits on open files and on processes, with a label, where there are any."""
+    """Yield the use and the limit of open files and processes, where the host has figures.
+
+    Open files may have no limit. Of processes, both the user's and the container's are yielded.
+    """
     for label, quota in (
         ("open files", host.descriptors()),
         ("processes", host.processes(sys.maxsize)),

@@ -204,7 +204,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
 
     @contextlib.contextmanager
     def _show_syntax_error(self) -> Iterator[None]:
-        """Raise a syntax error of the cell with IPython's text and without nbtrain's frames."""
+        """Convert a `SyntaxError` of the body to `CellSyntaxError`, with IPython's text."""
         try:
             yield
         except SyntaxError as error:
@@ -245,7 +245,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self.shell.user_ns[options.bind] = last_run()
 
     def _plan(self, options: Namespace, source: str, offset: int, variables: Iterable[str]) -> Plan:
-        """Return the plan of a source; the ranks have the `variables` already."""
+        """Register a source with IPython, and return its plan.
+
+        The ranks have the `variables` already. Raises the source's `SyntaxError`, and `PlanError`
+        if it is empty or a parameter has no value.
+        """
         from ..planning import cell as reading
         from ..planning.plan import OPTIONS, Plan
 

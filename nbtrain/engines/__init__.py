@@ -52,7 +52,8 @@ def get(name: str) -> Engine:
 def choose(plan: Plan) -> Engine:
     """Return the engine of a plan; for 'auto' and 'tpu', the engine that fits this host.
 
-    Raises `PlanError` if no library for a TPU is installed.
+    Raises `PlanError` if no library for a TPU is installed, or if a plan for several nodes needs
+    another engine than 'fork'.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
     if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):

@@ -52,7 +52,10 @@ def run_rank(order: dict[str, Any]) -> int:
 
 
 def _exit_at_interrupt(folder: RunFolder) -> None:
-    """End the process at an interrupt of the launcher, until the rank has started."""
+    """From now on, end the process at a SIGINT if the run is stopping.
+
+    Ignores any other SIGINT, and unblocks the signal. The rank replaces this handler.
+    """
 
     def end(_signum: int, _frame: FrameType | None) -> None:
         if folder.stopping_file.exists():
@@ -64,7 +67,10 @@ def _exit_at_interrupt(folder: RunFolder) -> None:
 
 
 def _load(order: dict[str, Any]) -> tuple[Plan, frozenset[type]]:
-    """Unpickle the plan. If that fails, return a plan that raises the error as the rank's own."""
+    """Unpickle the plan and the notebook's classes, and close the order's descriptors.
+
+    If that fails, the plan raises the error as the rank's own, and there are no classes.
+    """
     try:
         return payload.unpack(order["parcel"])
     except Exception as error:  # the import of a user's module may raise anything

@@ -21,9 +21,10 @@ _THEN = "then run it again, or save the model in the function"
 
 
 def describe_lost_results(state: RunState, expected: Collection[str]) -> Finding | None:
-    """Return what was lost, why, and what to do; None if nothing was lost.
+    """Return what was lost, why, and what to do; None if all was saved.
 
-    `expected` names what the notebook expects from rank 0.
+    Lost is what any rank could not save. Otherwise, `expected` is lost if rank 0 ended before it
+    reported that this was saved.
     """
     lost = [saved for rank in state.ranks for saved in rank.saved if saved.lost]
     if lost:

@@ -69,7 +69,10 @@ def _explain_different_calls(
 
 
 def describe_others(dead: RankState, state: RunState, place_of: Callable[[RankState], str]) -> str:
-    """Describe where other ranks failed, for a rank that died without a record, or return ""."""
+    """Describe the collectives in which other ranks failed, when `dead` left no record.
+
+    Ranks whose record has no collective are left out; "" if all are.
+    """
     texts = []
     for rank in state.ranks:
         own = collectives_of(rank) if rank.rank != dead.rank and rank.error else {}

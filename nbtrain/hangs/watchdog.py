@@ -108,7 +108,11 @@ class HangWatchdog:
             self._progress_at.update(dict.fromkeys((*report.stuck, *report.waiting), now))
 
     def check(self, state: RunState, now: float) -> list[ev.Hang]:
-        """Return a new report, or the end of one (an event with an empty text)."""
+        """Return a new report, or the end of one (an event with an empty text), if any.
+
+        One silent rank starts a survey in a thread; a later call returns its report. A report ends
+        when no rank is silent.
+        """
         if self._hang_after_s is None:
             return []
         running = [r for r in state.ranks if not r.is_over and r.status != "failing"]
@@ -136,9 +140,10 @@ class HangWatchdog:
         return events
 
     def _are_compiling(self, running: Iterable[RankState], now: float) -> bool:
-        """Whether ranks compile, which shows no progress, and use the CPU for it.
+        """Whether any of the ranks that compile has used the CPU since the last check.
 
-        A compiling rank that uses no CPU may wait for a thread that the fork did not copy.
+        Compiling shows no progress. A rank that uses no CPU may wait for a thread that the fork did
+        not copy. False if the last check was a moment ago.
         """
         compiling = [rank for rank in running if rank.phase == "compiling"]
         interval_s = min(limits.MAX_CHECK_INTERVAL_S, (self._hang_after_s or 0.0) / 4)

@@ -431,8 +431,8 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
 def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     """Return a finding if another run of this kernel has not ended: they share the host.
 
-    Raises `PreflightError` if both would use the TPU, or the GPUs without a selection by `--env
-    CUDA_VISIBLE_DEVICES`.
+    Raises `PreflightError` instead if the new run uses the TPU, or GPUs without a selection by
+    `--env CUDA_VISIBLE_DEVICES`. Does not check which devices the other run uses.
     """
     others = background_runs()
     if not others:
@@ -496,7 +496,11 @@ def _start_in_background(
 def make_job(
     plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
 ) -> tuple[Job, RunState]:
-    """Create the run's folder; return the ranks' job, and the run's state before they start."""
+    """Create the run's folder; return the ranks' job, and the run's state before they start.
+
+    Writes this launch's log into the folder from now on. Sets nbtrain's clock by the system's,
+    unless a run is in the background.
+    """
     world_size = plan.num_processes or 1
     if not background_runs():  # which would change the clock of a background run
         clock.synchronize()

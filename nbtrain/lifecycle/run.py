@@ -436,7 +436,10 @@ def _no_such_rank(rank: int, state: RunState) -> str:
 
 
 def draw_live(run: Run, view: str = "auto") -> bool:
-    """Draw a background run until its end; return False if this frontend cannot."""
+    """Start to draw a background run in this cell; return whether this frontend can.
+
+    Returns at once. The run's follower draws until the end. False for a run without a follower.
+    """
     watcher = run._watcher
     if not isinstance(watcher, Follower):
         return False

@@ -175,9 +175,9 @@ class StopController:
     ) -> str:
         """Return whether a rank that ended without a result counts as 'stopped' or 'failed'.
 
-        'stopped' needs a stop before: the rank ended by nbtrain's signal, or, after a request or a
-        timeout, by a `KeyboardInterrupt` or by the loss of its peers. `has_reported`: its exception
-        is in the run's folder.
+        If its exception is in the run's folder (`has_reported`), it is 'stopped' only after a
+        request or a timeout, by a `KeyboardInterrupt` or the loss of its peers. Otherwise it is
+        'stopped' if nbtrain's signal ended it, unless it was failing when the run failed.
         """
         failed = state.ranks[rank]
         if has_reported:

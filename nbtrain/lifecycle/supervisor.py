@@ -264,7 +264,11 @@ class Supervisor:
                 self._folder.recorder(rank).unlink()
 
     def sample_gpu_memory(self) -> None:
-        """Record the GPUs' memory in use. Called before the ranks start and after they ended."""
+        """Record the GPUs' memory in use, before the ranks start and after they ended.
+
+        The second call waits a moment until the memory is freed. Leaves out ranks on other hosts,
+        and ignores errors of the driver.
+        """
         if any(rank.node for rank in self.state.ranks):  # their GPUs are on other hosts
             return
         with contextlib.suppress(Exception):  # a driver that fails must not end the run

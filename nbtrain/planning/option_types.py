@@ -289,20 +289,18 @@ def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
 
 
 def read_sources(asked: str | Iterable[str]) -> tuple[Source, ...]:
-    """Return the sources of telemetry for ``"all"``, ``"none"``, names, or names with a minus.
+    """Return the sources of telemetry for their names, "all" or "none".
 
-    Only if all names have a minus, these are left out of all; beside others, they are ignored.
-    Raises `PlanError` for an unknown name, and for a text without names.
+    Names with a minus are left out of the others, or of all if every name has a minus. Raises
+    `PlanError` for an unknown name, and for a text without names.
     """
-    if asked == "all":
-        return SOURCES
     names = split_names(asked)
-    unknown = [n for n in names if n.removeprefix("-") not in (*SOURCES, "none")]
+    known = {"all", "none", *SOURCES, *(f"-{source}" for source in SOURCES)}
+    unknown = [n for n in names if n not in known]
     if unknown or (isinstance(asked, str) and not names):
         name = repr(unknown[0]) if unknown else "without a name"
         guess = did_you_mean(unknown[0], SOURCES) if unknown else ""
         raise PlanError(f"there is no telemetry {name}: use all, none, {', '.join(SOURCES)}{guess}")
     left_out = {n[1:] for n in names if n.startswith("-")}
-    if left_out and len(left_out) == len(names):
-        return tuple(s for s in SOURCES if s not in left_out)
-    return tuple(s for s in SOURCES if s in names)
+    has_all = "all" in names or (left_out and len(left_out) == len(names))
+    return tuple(s for s in SOURCES if (has_all or s in names) and s not in left_out)

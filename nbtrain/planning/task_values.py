@@ -252,9 +252,10 @@ def visible(function: FunctionType) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1 << 10)  # forked ranks inherit it
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that a code reads, writes or deletes, also in functions within it.
+    """Return the names that a function's code uses as globals, also in functions within it.
 
-    In order, with repetitions. Attributes are not among them. Cached.
+    In order, with repetitions. Without attributes, and without what the body of a class reads.
+    Cached.
     """
     return tuple(
         step.argval

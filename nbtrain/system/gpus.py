@@ -92,10 +92,11 @@ def build_of(torch: Any) -> TorchBuild:
 
 
 def visible(uuids: Sequence[str], setting: str | None) -> list[int]:
-    """Return the indices of the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` makes visible.
+    """Return the indices of the GPUs that ``CUDA_VISIBLE_DEVICES`` makes visible.
 
-    CUDA reads indices and prefixes of UUIDs from the left, up to the first that names no device. If
-    a device is named twice, no device is visible.
+    Without a `setting`, all are visible. CUDA reads indices and prefixes of UUIDs from the left,
+    up to the first that names no device. If a device is named twice, no device is visible. A
+    ``MIG-`` entry ends the list; as the first entry, it counts as GPU 0.
     """
     if setting is None:
         return list(range(len(uuids)))

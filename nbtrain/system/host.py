@@ -116,10 +116,10 @@ def oom_kills_of_host(root: Path = _ROOT) -> int | None:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and its parents, for v2 and v1.
+    """Yield the paths of this process's cgroup and its parents, for v2 and v1, unchecked.
 
-    In a container, /proc may show the path on the host. Then only the top folder of the mount
-    exists, which is the container's cgroup.
+    In a container, /proc may show the path on the host: then only the last path exists, the top of
+    the mount, which is the container's cgroup.
     """
     top = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():

@@ -199,7 +199,10 @@ def _on(owner: Any, name: str, change: Any, wrap: _Wrap | None) -> Undo:
 
 
 def _make(owner: Any, name: str, change: Any, by: str, wrap: _Wrap | None) -> Undo:
-    """Patch an attribute once, for a repeated call too; return what undoes it."""
+    """Patch an attribute, unless `change` patches it already; return what undoes the patch.
+
+    Does not patch a missing attribute, or an owner of None. The end of the scope also undoes it.
+    """
     if owner is None or not hasattr(owner, name):
         return lambda: None
     for patched in _patches:

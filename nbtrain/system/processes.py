@@ -75,7 +75,10 @@ def port_listener(port: int) -> str:
 
 
 def process_name(pid: int) -> str:
-    """Return ``python, pid 4711``, or only the pid if the name is unknown."""
+    """Return ``python, pid 4711``; for this process, ``this kernel itself, pid 4711``.
+
+    Only ``pid 4711`` if the name is unknown.
+    """
     import psutil
 
     if pid == os.getpid():

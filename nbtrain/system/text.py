@@ -58,7 +58,10 @@ def format_rate(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration: ``0.4 s``, ``12 s``, ``3:07 min``, ``2:03:07 h``."""
+    """Write a duration: ``0.4 s``, ``12 s``, ``3:07 min``, ``2:03:07 h``; ``∞`` from 1e9 s on.
+
+    ``∞`` also for NaN.
+    """
     if not abs(seconds) < MAX_DURATION_S:
         return "∞"
     if seconds < 10:
@@ -130,7 +133,10 @@ def short_repr(value: Any) -> str:
 
 
 def _repr(value: Any, width: int, depth: int) -> str:
-    """Return a short form of a value without its ``__repr__``, `depth` containers deep."""
+    """Return a short form of a value, `depth` containers deep; an array as its shape.
+
+    Calls `__repr__` only of numbers, texts and keys. Raises what they raise: see `short_repr`.
+    """
     if isinstance(value, float):
         return f"{value:.6g}"
     if value is None or isinstance(value, (bool, int, complex)):

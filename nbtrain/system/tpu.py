@@ -166,7 +166,7 @@ def _is_installed(name: str) -> bool:
 
 
 def engine(torch_version: str) -> str:
-    """Return the engine of the installed library, torch_xla or torch_tpu; '' without one.
+    """Return the engine of the installed library: 'xla' (torch_xla), 'torch_tpu', or ''.
 
     If both are installed, the version of torch decides which of them works.
     """

@@ -555,7 +555,11 @@ _list = _check_type(list)
 
 
 def _make_check(hint: Any) -> Check:
-    """Return the check for a type hint: of a plain type, an optional one, a tuple or a mapping."""
+    """Return what converts a decoded value to a type hint, or raises as `Check` does.
+
+    A wrong value becomes None for ``X | None``, and is left out of a ``tuple[X, ...]``. Other hints
+    must be in `_CHECKS`.
+    """
     if hint in _CHECKS:
         return _CHECKS[hint]
     args = get_args(hint)

@@ -191,9 +191,9 @@ RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {
 
 
 def _reduce_metrics(rank: Draft, event: ev.Metrics) -> Changes:
-    """Return the rank's changes: the last value of each metric, and which are of this epoch.
+    """Return the rank's changes: its step, its last metrics, and those of this epoch.
 
-    Only the first `MAX_METRICS` names are kept.
+    The step is the event's, also None. Only the first `MAX_METRICS` names are kept.
     """
     metrics = dict(rank["metrics"])
     for key, value in event.values.items():

@@ -139,8 +139,9 @@ def _texts(lines: Any) -> tuple[str, ...]:
 
 
 def _fold_files(folder: RunFolder, reader: Reader, state: RunState) -> tuple[RunState, float]:
-    """Return the state after all events and logs, and the time of the last one.
+    """Return the state after all events and the ends of the logs, and when the last came.
 
+    A log's time is that of its file. Without events, the time is at least when the run was created.
     Leaves the reader at the end of what was read. Raises `OSError`.
     """
     last, closing = state.created, list[ev.Event]()

@@ -280,7 +280,10 @@ def request_stop(folder: RunFolder, how: str) -> None:
 
 
 def mark_stopping(folder: RunFolder) -> None:
-    """Write the file that makes ranks stop at an interrupt; without it they ignore SIGINT."""
+    """Write the file that makes ranks stop at an interrupt; without it they ignore SIGINT.
+
+    If it cannot be written, no exception is raised.
+    """
     with contextlib.suppress(OSError, AttributeError):
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC

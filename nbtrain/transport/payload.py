@@ -167,10 +167,10 @@ def unpack(path: str, *, restores: bool = True) -> tuple[Plan, frozenset[type]]:
 
 
 def needed_variables(cell: Cell) -> dict[str, Any]:
-    """Return the variables that a cell reads of the notebook, by name, and that can leave it.
+    """Return the notebook's variables that a cell reads, by name.
 
-    IPython's ``exit`` and ``quit`` are left out. Raises `PlanError` for a tensor that would arrive
-    without what it was computed from.
+    IPython's ``exit`` and ``quit`` are left out. Does not check whether the rest can be pickled.
+    Raises `PlanError` for a tensor that would arrive without what it was computed from.
     """
     torch = sys.modules["torch"]
     needed = {n: value for n, value in variables(cell).items() if n not in _KERNEL_ONLY}

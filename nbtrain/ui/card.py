@@ -49,7 +49,9 @@ class Card:
         return image(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture to a file, ``run.svg`` or ``run.png``, and return its path.
+        """Write the picture to a file, as PNG if its name ends in ``.png``, otherwise as SVG.
+
+        Returns the path, with ``~`` expanded.
 
         Raises:
             MissingExtra: The file is a PNG and resvg-py is not installed.

@@ -32,9 +32,9 @@ def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
 
 
 def cut_traceback(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return lines of a rank without the traceback that ended it.
+    """Return lines of a rank up to nbtrain's line before the traceback that ended it.
 
-    Cuts from the last mark of a traceback on; without a mark, returns all lines.
+    That is the last `TRACEBACK_FOLLOWS`. Without it, returns all lines.
     """
     if ev.TRACEBACK_FOLLOWS not in lines:
         return lines

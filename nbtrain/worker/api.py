@@ -109,7 +109,8 @@ def _write(
 ) -> None:
     """Write metrics at once, in the rank's own file.
 
-    The first value of a loss that is not finite is also a `NotFinite` event, once for each name.
+    The first value of a training loss that is not finite is also a `NotFinite` event, once for each
+    name.
     """
     if reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps):
         return

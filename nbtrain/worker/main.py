@@ -264,9 +264,11 @@ def _save_result(spare: ReservedFile, path: Path, data: bytes) -> None:
 def _report_failure(
     job: Job, rank: int, writer: EventWriter, spare: ReservedFile, error: BaseException
 ) -> None:
-    """Save an exception for the notebook, and report the end with evidence. Raises nothing.
+    """Report a failure, save its exception for the notebook, and report the end with evidence.
 
-    If it cannot be saved, the event has its headline and both reasons.
+    The events are `Failing` and `Ended`. The exception is saved twice, first without its instance,
+    as the user's code may be slow. If that fails, `Ended` has its headline and both reasons. Raises
+    no `Exception`.
     """
     now, headline = clock.now(), type(error).__name__
     error_type = headline

@@ -111,6 +111,9 @@ def test_telemetry_is_named_as_in_a_cell() -> None:
     assert option_types.read_sources("-loss") == tuple(
         s for s in option_types.SOURCES if s != "loss"
     )
+    assert option_types.read_sources(["all"]) == option_types.SOURCES
+    assert option_types.read_sources("all,-loss") == option_types.read_sources("-loss")
+    assert option_types.read_sources("bars,steps,-bars") == ("steps",)
     with pytest.raises(PlanError, match=r"no telemetry 'speed'.*all, none, bars"):
         nbtrain.launch(int, view="none", telemetry="speed")
 

@@ -125,7 +125,10 @@ class Source:
                 yield name, Binding(node)
 
     def _assignment(self, target: ast.expr) -> Binding:
-        """Return the statement that assigns to a name, and the value if the name gets just that."""
+        """Return what assigns to a name, and the value that the name gets if the source shows it.
+
+        In ``a, b = 1, 2``, the value of ``a`` is ``1``; in ``a, b = f()``, it is None.
+        """
         parent = self.parents[target]
         if isinstance(parent, ast.Starred):
             return Binding(self._assignment(parent).statement)
@@ -255,7 +258,8 @@ class Source:
     def is_kind(self, name: ast.Name, kind: str) -> bool | None:
         """Return whether the notebook's value of a name is an instance of the torch class `kind`.
 
-        Returns None without a value. Objects that Accelerate has prepared are not instances.
+        Without a value, the result is None. False without torch, and for what Accelerate has
+        prepared.
         """
         value, torch = self.value(name), sys.modules.get("torch")
         if value is MISSING:
@@ -347,7 +351,10 @@ def _read_function(
 
 
 def _parse_file(filename: str) -> tuple[ast.Module, list[str]] | None:
-    """Return the tree and lines of a cell or file, or None if it cannot be read."""
+    """Return the tree and lines of a cell or of the user's file, if it can be parsed.
+
+    A library's file, and one that is empty, too long or not valid Python, is left out.
+    """
     lines = [] if is_library(filename) else linecache.getlines(filename)
     if not 0 < sum(map(len, lines)) <= MAX_SOURCE_CHARS:
         return None

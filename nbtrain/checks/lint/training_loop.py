@@ -52,7 +52,7 @@ class Loop:
 
 
 def find_loop(backward: ast.Call, source: Source) -> Loop | None:
-    """Return the training loop that contains a ``backward``, or None."""
+    """Return the loops around a ``backward``, and what they use, if it is in a loop."""
     around, scope = loops_around(backward, source), source.scope(backward)
     if not around:
         return None
@@ -101,7 +101,11 @@ def _is_optimizer(name: ast.Name, source: Source) -> bool:
 
 
 def _is_loader(name: ast.Name, source: Source) -> bool:
-    """Return whether a name is certain to hold a DataLoader: by its value, making or name."""
+    """Return whether a name is certain to hold a DataLoader.
+
+    The notebook's value decides. Without one, each assignment must make a DataLoader; for a
+    parameter, its name decides.
+    """
     known, bound = source.is_kind(name, "utils.data.DataLoader"), source.bindings(name)
     if known is not None or not bound:
         return bool(known)

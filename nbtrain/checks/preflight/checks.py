@@ -292,8 +292,8 @@ def check_unused_accelerators(facts: Facts) -> Iterator[Finding]:
 def check_unused_tpu(facts: Facts) -> Iterator[Finding]:
     """Warn about a TPU that the ranks will not use: they will train on the CPU.
 
-    The finding says which: a missing package, the variable PJRT_DEVICE, or the chosen engine. No
-    warning if the user chose the CPU (ACCELERATE_USE_CPU) or the inline engine.
+    The cause is a missing package, the variable PJRT_DEVICE, or the chosen engine. No warning if
+    the user chose the CPU (ACCELERATE_USE_CPU) or the inline engine.
     """
     if (
         facts.tpu is None
@@ -411,7 +411,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_open_files(facts: Facts) -> Iterator[Finding]:
-    """Refuse a launch that would exceed the limit on open files. The inline engine opens none."""
+    """Refuse a launch that would exceed the limit on open files, except by the inline engine."""
     quota = facts.open_files
     needed = limits.LAUNCH_FILES_COUNT + limits.RANK_FILES_COUNT * facts.ranks
     if quota is None or facts.runs_in_kernel or quota.holds(needed):

@@ -160,7 +160,11 @@ class ForkServer:
             raise ServerError(reason) from error
 
     def _read_reply(self, deadline: float = 0.0) -> dict[str, Any]:
-        """Return the next reply, a line of JSON. Raises `ServerError` if there is none."""
+        """Return the next reply, a line of JSON, and wait for it until the `deadline`.
+
+        The deadline is a time of `time.monotonic`; each read waits 0.1 seconds at least. Raises
+        `ServerError` if the server has ended or does not reply.
+        """
         while b"\n" not in self._replies:
             try:
                 self._socket.settimeout(max(0.1, deadline - time.monotonic()))
@@ -177,10 +181,10 @@ class ForkServer:
         return reply
 
     def _handle_reply(self, reply: Mapping[str, Any]) -> None:
-        """Note what was imported; ignore replies about anything else.
+        """Note that the server's imports are over; ignore replies about anything else.
 
         Raises `ServerError` if the server cannot fork, or if it has imported a module from another
-        file than this process: the ranks would differ.
+        file than this process: the ranks would differ. Each later `fork` raises it, too.
         """
         if "unfit" in reply:
             self._importing, self._trouble = False, reply["unfit"]

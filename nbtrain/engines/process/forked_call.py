@@ -60,7 +60,10 @@ def call_in_fork(function: Callable[[], T]) -> T:
 
 
 def _send_result(function: Callable[[], Any], writer: int, parent: int) -> int:
-    """Call a function in the forked process, and send its result or exception."""
+    """Call a function in the forked process, and send its result or `Exception`; return 0.
+
+    Other exceptions, such as `SystemExit`, are not sent. First leaves the kernel.
+    """
     kernel_detach.leave_kernel(Path(os.devnull))
     kernel_detach.exit_with_parent(parent)
     gc.freeze()

@@ -183,7 +183,10 @@ def _is_kernel_descriptor(descriptor: int) -> bool:
 
 
 def _forget_children() -> int | None:
-    """Delete multiprocessing's records of the parent's children, as it does in its own children."""
+    """Delete multiprocessing's records of the parent's children, as its own children do.
+
+    Returns the pid of the parent's resource tracker, if it has one; that record is kept.
+    """
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker: int | None = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
     if "multiprocessing.util" in sys.modules:

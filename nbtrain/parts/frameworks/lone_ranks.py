@@ -63,7 +63,10 @@ class LoneRanks(Observer):
 
 
 def is_in_world() -> bool:
-    """Whether this process is connected with others of JAX or TensorFlow."""
+    """Whether JAX or TensorFlow has connected this process with others.
+
+    `TF_CONFIG` alone is no connection. False as well if a library's private name has moved.
+    """
     # Private (TensorFlow 2.21); without the name, it counts as not connected.
     context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
     return (

@@ -455,7 +455,11 @@ class LiveRanks:
         return run
 
     def _run_in_background(self, plan: Plan, targets: Sequence[int]) -> Run:
-        """Run a task in the background. Raises `PlanError` if one is there already."""
+        """Run a task in the background, after the process group was formed again if it broke.
+
+        Raises `PlanError` if another task is in the background, and `RankDied` or `NbtrainError` if
+        ranks have ended.
+        """
         self._check_is_whole()
         if busy := self._busy_with():
             if not self._is_settling():
@@ -720,6 +724,10 @@ class LiveRanks:
         Args:
             names: names of the notebook's variables.
             values: other values, as ``name=value``.
+
+        Raises:
+            PlanError: the notebook has no such variable, or an optimizer is sent without its model.
+            NbtrainError: the ranks have ended, or one cannot load a value.
         """
         named = {variable_name(name): value for name, value in values.items()}
         self.variables.push(list(map(variable_name, names)), named, self._channels)

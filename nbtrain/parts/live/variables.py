@@ -158,9 +158,10 @@ class Variables:
     def find_known_parts(
         self, sent: Mapping[str, Any], ranks: Sequence[int], alike: Mapping[str, Any] | None = None
     ) -> dict[int, Part]:
-        """Return the parts of the notebook's models that `ranks` have, for what is `sent` to them.
+        """Return the parts of models that `ranks` have as the notebook has them.
 
-        Those of `alike` become the same. Raises `PlanError` for an optimizer of another model.
+        Those of `alike` become the same. Raises `PlanError` if an optimizer in `sent` belongs to a
+        model whose version in the ranks is another one.
         """
         known = {n: v for n, v in select_stateful(notebook()).items() if n not in sent}
         has = {n: v for n, v in known.items() if self._have(n, ranks)}

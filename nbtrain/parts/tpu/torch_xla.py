@@ -104,8 +104,8 @@ def _agree_on_rank(rank: int) -> None:
 def _on_each(devices: list[Any], task: Task) -> list[Any]:
     """Run the task in a thread for each device, as torch_xla does; return a value for each.
 
-    The first failure ends the call. The other threads may wait for the failed one forever, so they
-    are daemons.
+    The first device trains the task's models, the others train copies. The first failure ends the
+    call. The other threads may wait for the failed one forever, so they are daemons.
     """
     done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 

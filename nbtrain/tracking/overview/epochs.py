@@ -155,8 +155,8 @@ def validation_of(name: str) -> str:
 def better(name: str) -> str:
     """Return whether a metric is better 'high' or 'low'; "" if its name does not show it.
 
-    Only the loss of a validation counts: the lowest loss of a training is noise. A spread has no
-    best value.
+    'low' only for a loss or error of a validation, as the lowest of a training is noise. A spread
+    has no best value.
     """
     if _SPREAD.search(name):
         return ""

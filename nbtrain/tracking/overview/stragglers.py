@@ -52,7 +52,10 @@ def _comparable(state: RunState) -> dict[int, TrainingProgress]:
 
 
 def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
-    """Return the ranks with a lower step rate than the others, and a sentence."""
+    """Return the ranks with a much lower step rate than the others, and a sentence on them.
+
+    Without such a rank, the sentence has no meaning.
+    """
     rates = {rank: of.step_rate for rank, of in ranks.items() if of.step_rate}
     slow, usual = _find_outliers(rates, lambda rate, usual: rate < limits.SLOW_RATE_SHARE * usual)
     lowest = min((rates[rank] for rank in slow), default=0.0)

@@ -124,7 +124,10 @@ class Timeline:
         return new
 
     def _set_steps(self, step: int, new_bins: int) -> Timeline:
-        """Return the timeline whose last `new_bins` bins rise evenly to a step."""
+        """Return the timeline whose last `new_bins` bins, at least one, rise evenly to a step.
+
+        Unchanged if it has no bins, or if the step is not higher than the last.
+        """
         if not self.steps or step <= self.steps[-1]:
             return self
         new_bins = min(max(1, new_bins), len(self.steps))

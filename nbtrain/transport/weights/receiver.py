@@ -370,9 +370,10 @@ def load(
     target: Any,
     name: str | None,
 ) -> None:
-    """Load weights that a run saved into `target`, or with None into the notebook's own objects.
+    """Load weights that a run saved into `target`, or if it is None, the notebook's objects.
 
-    `name` chooses among several saved ones. Raises `NbtrainError`: nothing is changed then, unless
+    The weights come from the run's folder; `receiver` knows the notebook's objects by name. `name`
+    chooses among several saved ones. Raises `NbtrainError`: the objects are unchanged then, unless
     writing itself fails (`PartlyLoaded`).
     """
     folder.check_exists()

@@ -43,9 +43,10 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def is_block(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is strided, and its bytes are its numbers.
+    """Return whether a tensor is one block of numbers that are stored as they are read.
 
-    False also for one that is conjugated or negated when it is read.
+    That is: strided, and neither conjugated nor negated when it is read. Also True for a subclass,
+    and on the meta device.
     """
     return is_strided(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
@@ -206,10 +207,10 @@ def _digest(content: Any) -> str:
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
 
-def weighted_sums(tensor: torch.Tensor) -> Any:
-    """Return weighted sums over the bytes of a strided tensor, one for each half MiB.
+def weighted_sums(tensor: torch.Tensor) -> tuple[list[int], bytes]:
+    """Return weighted sums of a strided tensor's bytes, one for each half MiB, and the rest.
 
-    Also returns the last bytes that fill no word of 8.
+    The rest is the last bytes that fill no word of 8.
     """
     import torch
 

@@ -80,7 +80,11 @@ class UnsyncedModels(Observer):
             self._writer.write(ev.RunNote.of(Finding("only-in-ranks", text)))
 
     def _find_reassigned(self, trained: set[int]) -> list[str]:
-        """Return the notebook's variables that are another model now, which is trained."""
+        """Return the notebook's variables that now have a model with new parameters in `trained`.
+
+        These are ids of parameters. A wrapper of the old model does not count, nor does a name that
+        was reported before or is in ``--out``.
+        """
         return [
             name
             for name, ref in self._before.items()

@@ -79,7 +79,10 @@ class WorkSampler(Observer):
 
     @_harmless
     def see_loss(self, loss: Any) -> None:
-        """Take a loss, of any kind of device."""
+        """Keep a loss on CPU or CUDA for the comparison, while it samples.
+
+        Also notes whether collectives ran between the step before and this loss.
+        """
         if self._has_stepped and self._counts is not None:  # DDP broadcasts buffers in between
             self._gathers |= not self._has_buffers and collectives() != self._counts[1]
         self._has_stepped = False

@@ -156,7 +156,8 @@ class TrainingPlace:
     ) -> Place:
         """Return the loops, and the epoch and the number of epochs, by the present counts.
 
-        The epoch and the batch are those of the loader: what is known where the loops are not.
+        If a library has reported its place, that place instead. `epoch`, `batch` and `batches` are
+        the loader's: they are used where the loops are unknown, and for the batch within an epoch.
         """
         if _library is not None:
             return _library.read()
