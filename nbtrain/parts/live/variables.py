@@ -70,7 +70,10 @@ class Variables:
         self, ask: Callable[..., dict[int, Message]], names: dict[int, set[str]], snapshot: Snapshot
     ) -> None:
         self._ask = ask
-        """Sends a message to ranks and returns their answers: `LiveRanks._ask`."""
+        """Begin with the `names` that each rank has.
+
+        `ask` sends a message to ranks and returns their answers: `LiveRanks._ask`.
+        """
         self.names, self.snapshot = names, snapshot
 
     def find_changes(self, values: Mapping[str, Any], has: Collection[str]) -> list[str]:

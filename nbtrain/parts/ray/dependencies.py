@@ -79,12 +79,31 @@ def local_modules(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.stem.isidentifier())
 
 
+def left_out(folder: Path) -> list[str]:
+    """Return Ray's ``excludes``: all of the `local_modules` but Python files and their folders.
+
+    The patterns are those of ``.gitignore``. None may match ``.``, the package itself, and each
+    inner folder has its own, because Ray does not look into a folder that it leaves out.
+    """
+    places = {place for path in _files(folder) for place in path.parents}
+    inner = [place.relative_to(folder).parts[1:] for place in places if folder in place.parents]
+    kept = sorted("!/" + "/".join(parts) for parts in inner if parts)
+    return ["[!.]*", ".?*", "!*.py", *kept]
+
+
 def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Return what changes when a Python file of the `local_modules` does."""
     files = []
-    for module in local_modules(folder):
-        for path in [module] if module.is_file() else sorted(module.rglob("*.py")):
-            with contextlib.suppress(OSError):  # an editor's lock is a link to nowhere
-                facts = path.stat()
-                files.append((str(path), facts.st_mtime_ns, facts.st_size))
+    for path in _files(folder):
+        with contextlib.suppress(OSError):  # an editor's lock is a link to nowhere
+            facts = path.stat()
+            files.append((str(path), facts.st_mtime_ns, facts.st_size))
     return tuple(files)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the Python files of the `local_modules` that can be imported by their path."""
+    files: list[Path] = []
+    for module in local_modules(folder):
+        files += [module] if module.is_file() else sorted(module.rglob("*.py"))
+    return [f for f in files if all(map(str.isidentifier, f.parent.relative_to(folder).parts))]

@@ -35,10 +35,6 @@ _TOKEN = (
 )
 
 
-_EXCLUDES = ["*.*", "!*.py", ".*"]
-"""Ray sends a package's Python files, without its data."""
-
-
 class _NobodyListens(ConnectionError):
     """The address of a cluster refuses connections."""
 
@@ -100,10 +96,13 @@ def join(address: str | None, sources: str | None) -> Any:
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         _check_listens(address or "")
-        modules = [] if sources is None else dependencies.local_modules(Path(sources))
+        folder = Path(sources or ".")
+        modules = [str(path) for path in dependencies.local_modules(folder)] if sources else []
         if modules:  # Ray cannot set up an empty list
-            paths = [str(path) for path in modules]
-            options["runtime_env"] = {"py_modules": paths, "excludes": _EXCLUDES}
+            options["runtime_env"] = {
+                "py_modules": modules,
+                "excludes": dependencies.left_out(folder),
+            }
         ray.init(
             address=address or "auto",
             namespace="nbtrain",

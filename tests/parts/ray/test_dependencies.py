@@ -9,7 +9,13 @@ from typing import Any
 import numpy
 import pytest
 
-from nbtrain.parts.ray.dependencies import beside, find_packages, fingerprint, local_modules
+from nbtrain.parts.ray.dependencies import (
+    beside,
+    find_packages,
+    fingerprint,
+    left_out,
+    local_modules,
+)
 from nbtrain.planning.plan import Call, Cell, Parameter
 
 
@@ -79,6 +85,13 @@ def test_modules_and_packages_travel(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     found = [path.relative_to(tmp_path).as_posix() for path in local_modules(tmp_path)]
     assert found == ["a.py", "env", "package"]
+
+
+def test_of_a_package_its_python_files_travel_alone(tmp_path: Path) -> None:
+    for name in ("p/__init__.py", "p/a/b/c.py", "p/data/x", "p/.git/x.py", "p/site-packages/y.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert left_out(tmp_path) == ["[!.]*", ".?*", "!*.py", "!/a", "!/a/b"]
 
 
 def test_a_fingerprint_changes_with_the_python_files_that_travel(tmp_path: Path) -> None:

@@ -177,6 +177,24 @@ def test_a_module_beside_the_notebook_travels_and_one_that_a_node_lacks_is_named
     assert "lacks only_here" in out.evalue
 
 
+def test_a_package_beside_the_notebook_travels_without_its_data(notebook: Notebook) -> None:
+    """The ranks import it from Ray's copy, as on a node that lacks the notebook's folder."""
+    notebook.run(
+        "os.makedirs('travels/deep/data', exist_ok=True)\n"
+        "for name in ('__init__.py', 'deep/leaf.py', 'weights', 'deep/data/x', 'table.csv'):\n"
+        "    open(f'travels/{name}', 'w').write('')\nhome = os.getcwd()"
+    )
+    out = notebook.run(
+        "%%distributed -e ray -n 1\nimport sys\nos.chdir('/')\n"
+        "sys.path[:] = [p for p in sys.path if p and not p.startswith(home)]\n"
+        "import travels.deep.leaf\nplace = os.path.dirname(travels.__file__)\n"
+        "sorted(f for _, _, files in os.walk(place) for f in files if not f.endswith('.pyc'))",
+        timeout=60,
+    )
+    assert not out.ename, out.traceback
+    assert notebook.value("nbtrain.last_run().value") == ["__init__.py", "leaf.py"]
+
+
 TELLS = "os.getppid(), os.environ['RANK'], os.getcwd()"
 
 
