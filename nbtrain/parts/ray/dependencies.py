@@ -79,7 +79,7 @@ def local_modules(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.stem.isidentifier())
 
 
-def left_out(folder: Path) -> list[str]:
+def excludes(folder: Path) -> list[str]:
     """Return Ray's ``excludes``: all of the `local_modules` but Python files and their folders.
 
     The patterns are those of ``.gitignore``. None may match ``.``, the package itself, and each
@@ -87,8 +87,7 @@ def left_out(folder: Path) -> list[str]:
     """
     places = {place for path in _files(folder) for place in path.parents}
     inner = [place.relative_to(folder).parts[1:] for place in places if folder in place.parents]
-    kept = sorted("!/" + "/".join(parts) for parts in inner if parts)
-    return ["[!.]*", ".?*", "!*.py", *kept]
+    return ["[!.]*", ".?*", "!*.py", *sorted("!/" + "/".join(parts) for parts in inner if parts)]
 
 
 def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:

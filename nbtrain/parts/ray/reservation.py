@@ -99,10 +99,8 @@ def join(address: str | None, sources: str | None) -> Any:
         folder = Path(sources or ".")
         modules = [str(path) for path in dependencies.local_modules(folder)] if sources else []
         if modules:  # Ray cannot set up an empty list
-            options["runtime_env"] = {
-                "py_modules": modules,
-                "excludes": dependencies.left_out(folder),
-            }
+            left_out = dependencies.excludes(folder)  # a package's data
+            options["runtime_env"] = {"py_modules": modules, "excludes": left_out}
         ray.init(
             address=address or "auto",
             namespace="nbtrain",

@@ -11,9 +11,9 @@ import pytest
 
 from nbtrain.parts.ray.dependencies import (
     beside,
+    excludes,
     find_packages,
     fingerprint,
-    left_out,
     local_modules,
 )
 from nbtrain.planning.plan import Call, Cell, Parameter
@@ -91,7 +91,7 @@ def test_of_a_package_its_python_files_travel_alone(tmp_path: Path) -> None:
     for name in ("p/__init__.py", "p/a/b/c.py", "p/data/x", "p/.git/x.py", "p/site-packages/y.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert left_out(tmp_path) == ["[!.]*", ".?*", "!*.py", "!/a", "!/a/b"]
+    assert excludes(tmp_path) == ["[!.]*", ".?*", "!*.py", "!/a", "!/a/b"]
 
 
 def test_a_fingerprint_changes_with_the_python_files_that_travel(tmp_path: Path) -> None:
