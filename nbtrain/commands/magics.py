@@ -289,7 +289,11 @@ _SHELL_COMMAND_HINT = (
 
 
 def _debug(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Open ``%debug`` in the rank that raised the exception, if the rank is still running."""
+    """Open ``%debug`` in the rank that raised the exception.
+
+    If that rank has ended, print so, and open nothing. Any other exception goes to IPython's
+    `original`, whose value is returned.
+    """
     error = getattr(sys, "last_value", None)
     lifecycle = sys.modules.get("nbtrain.lifecycle.run")
     if error is None or lifecycle is None:

@@ -32,7 +32,11 @@ class InlineEngine(Engine):
     runs_in_kernel = True
 
     def check_options(self, plan: Plan) -> None:
-        """Refuse options that need a second process. Raises `PlanError`."""
+        """Refuse options without effect where the kernel is the only rank. Raises `PlanError`.
+
+        They are restarts, the background, scaling, ``--no-sync`` and more than one rank, and those
+        that any engine refuses.
+        """
         super().check_options(plan)
         count = plan.num_processes
         for is_given, reason in (

@@ -205,7 +205,11 @@ def _outermost_frame() -> str:
 
 
 def _start_server(path: Path) -> object:
-    """Start the recorder's server. Whatever can fail comes first: its destructor can hang."""
+    """Start the recorder's server and return it.
+
+    Whatever can fail comes before it is made, because its destructor can hang. Raises `OSError`,
+    `ImportError` or `AttributeError` (other private names in this torch).
+    """
     from torch._C._distributed_c10d import _WorkerServer
 
     inherited_ns = _end_of_records_ns()  # raises if torch's private names have changed

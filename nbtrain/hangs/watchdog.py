@@ -110,8 +110,9 @@ class HangWatchdog:
     def check(self, state: RunState, now: float) -> list[ev.Hang]:
         """Return a new report, or the end of one (an event with an empty text), if any.
 
-        One silent rank starts a survey in a thread; a later call returns its report. A report ends
-        when no rank is silent.
+        One silent rank starts a survey in a thread; a later call returns its report. Ranks that are
+        all silent are checked earlier for a deadlock, and for being idle. A report ends when no
+        rank is silent. Empty if hang detection is off.
         """
         if self._hang_after_s is None:
             return []

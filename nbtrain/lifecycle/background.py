@@ -80,7 +80,11 @@ def _fork_supervisor(watch: partial[int], folder: RunFolder) -> int:
 
 
 def _fork_orphan(watch: partial[int], folder: RunFolder) -> int:
-    """Fork the supervisor and end, so that no signal to the kernel's children reaches it."""
+    """Fork the supervisor; return the exit code of this process between it and the kernel.
+
+    The code is 0, or the errno of a failed fork. After this process has ended, no signal to the
+    kernel's children reaches the supervisor.
+    """
     try:
         _fork_supervisor(watch, folder)
     except OSError as error:

@@ -154,7 +154,10 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
 
 
 def _check_supported(settings: Any, file: Path, num_processes: int | None) -> None:
-    """Raise `PlanError` for settings that nbtrain does not support."""
+    """Raise `PlanError` for settings that nbtrain does not support, such as several machines.
+
+    A file that leaves the number of ranks open (-1) needs `num_processes`, or a TPU.
+    """
     if not hasattr(settings, "num_processes"):
         raise PlanError(f"{file}: compute_environment: SageMaker jobs are not supported")
     count = settings.num_processes

@@ -209,7 +209,7 @@ def _named_children(node: ast.AST, name: str) -> Iterator[tuple[ast.AST | None, 
             named = next((text for text in texts if _read_name(text)[1]), [*texts, own][0])
             yield from ((each, named) for each in keywords)
         case ast.BinOp():
-            yield from ((each, name) for each in _operands(node))
+            yield from ((each, name) for each in _split_operands(node))
         case ast.Tuple(elts=[_, _] as both):
             yield from _pair_with_keys(both, name)
         case ast.Subscript(value=value, slice=inside):
@@ -292,12 +292,16 @@ def _join_text(node: ast.AST) -> str:
         case ast.JoinedStr(values=parts):
             return "".join(map(_join_text, parts))
         case ast.BinOp():
-            return "".join(map(_join_text, _operands(node)))
+            return "".join(map(_join_text, _split_operands(node)))
     return "\0"
 
 
-def _operands(node: ast.expr) -> list[ast.expr]:
-    """Return what an expression adds, in order. Not by recursion: it may add a thousand lines."""
+def _split_operands(node: ast.expr) -> list[ast.expr]:
+    """Return the operands of a chain of binary operators, in order.
+
+    Only left operands are split; another expression is returned alone. Not by recursion, because a
+    text may be added up from a thousand lines.
+    """
     behind: list[ast.expr] = []
     while isinstance(node, ast.BinOp):
         behind.append(node.right)

@@ -288,7 +288,10 @@ def module_of(cls: type) -> str:
 
 
 def instance_dict(value: Any) -> dict[Any, Any]:
-    """Return an object's ``__dict__``, and an empty one if it has none or computes it."""
+    """Return an object's ``__dict__``; {} if it has none, or one that is not a plain dict.
+
+    The object's ``__getattribute__`` is not called; a property of that name is.
+    """
     try:  # not `vars`, which calls the ``__getattribute__`` of the object's class
         attributes = object.__getattribute__(value, "__dict__")
     except Exception:  # a proxy may raise anything

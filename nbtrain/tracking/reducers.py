@@ -235,7 +235,7 @@ def _shorten_note(text: str) -> str:
 
 
 def _reduce_phase(rank: Draft, event: ev.Phase) -> Changes:
-    """Return the rank's changes: its phase, and before its first step the list of phases."""
+    """Return the rank's changes: its phase, its timeline and, before its first step, its phases."""
     phase, trained = strip_escapes(event.phase, 20), rank["progress"]
     new = {"phase": phase, "timeline": rank["timeline"].add_phase(event.time, event.phase)}
     if trained is None or not trained.steps:

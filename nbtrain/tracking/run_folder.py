@@ -318,7 +318,10 @@ def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: in
 
 
 def archive_attempt(folder: RunFolder, world_size: int, attempt: int) -> None:
-    """Rename the files of a failed attempt before the next one writes its own."""
+    """Rename the results, failures and outputs of a failed attempt, and delete its weights.
+
+    The new names end in ``.attempt-N``. Events stay, because the next attempt appends to them.
+    """
     for rank in range(world_size):
         for path in (folder.result(rank), folder.failure(rank), folder.out(rank)):
             with contextlib.suppress(FileNotFoundError):

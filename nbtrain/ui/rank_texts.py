@@ -71,7 +71,7 @@ def bar_positions(rank: RankState) -> str:
 
 
 def _bar_position(bar: ProgressBar, is_around: bool = False) -> str:
-    """Return a bar's position: ``epoch: 2/3``.
+    """Return a bar's position: ``epoch: 2/3``, or ``3 steps`` without a description and a total.
 
     A bar of epochs that is open or around others also counts the epoch that runs.
     """

@@ -169,7 +169,8 @@ def _has_moved(state: RunState) -> bool:
 def _phases(state: RunState) -> list[tuple[str, float]]:
     """Return the phases of the foremost rank before its first step, each with its start.
 
-    The first is "", the user's code. The starts are seconds since the epoch, as event times.
+    The first is "", the user's code; after the first step, the last is "first batch". The starts
+    are seconds since the epoch, as event times.
     """
     rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
     phases = [("", rank.started or state.created), *rank.phases]

@@ -32,9 +32,10 @@ def summary(state: RunState, now: float) -> str:
 
 
 def _rank_lines(state: RunState) -> list[str]:
-    """Return a line for each rank; of many ranks, the spread and the ranks that differ.
+    """Return a line for each rank; with more than MAX_RANK_ROWS, a shorter list.
 
-    Many are those above MAX_RANK_ROWS, half of which may have a line.
+    It has the number of ranks in each status, the spread of each figure, and a line for each rank
+    that differs, at most for half of MAX_RANK_ROWS.
     """
     if state.world_size <= MAX_RANK_ROWS:
         return [rank_line(rank, state) for rank in state.ranks]

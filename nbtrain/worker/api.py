@@ -149,7 +149,10 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Return whether `log` accepts a value. A value on a GPU is not read."""
+    """Return whether `log` accepts a value: a number, a text, or a tensor or array of one element.
+
+    A value on a GPU is accepted without being read.
+    """
     try:
         return _is_on_gpu(value) or _metric("", value) is not None
     except TypeError:

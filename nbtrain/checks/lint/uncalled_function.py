@@ -40,7 +40,11 @@ def check_uncalled(source: Source, others: Sequence[ast.AST]) -> Iterator[Findin
 
 
 def _check_cell_magic(source: Source) -> Iterator[Finding]:
-    """A cell magic on top, which takes the functions below it as a text."""
+    """Refuse a cell whose first line is a magic that gets the training function as a text.
+
+    These are ``%%time``, ``%%capture``, ``%%timeit`` and ``%%prun``: nbtrain cannot call a function
+    below them. A text that calls its functions, or is no Python, yields nothing.
+    """
     match source.module.body:
         case [
             ast.Expr(

@@ -72,10 +72,10 @@ def _flush_files() -> None:
 
 
 def _stop_resource_tracker(inherited: int | None) -> None:
-    """Wait until multiprocessing's tracker frees shared memory, if this rank started the tracker.
+    """Close this rank's end of the pipe of multiprocessing's tracker; wait until that has ended.
 
-    The tracker does so when all ends of its pipe are closed. A child that keeps one open is not
-    waited for.
+    The tracker frees shared memory when all ends are closed. If a child keeps one open, this waits
+    for `CLOSE_TIMEOUT_S`. Does nothing without a tracker, or if its pid is `inherited`.
     """
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)

@@ -29,9 +29,10 @@ _PARENT_CHECK_INTERVAL_S = 0.1
 
 
 def signal_sessions(leaders: Collection[int], number: int) -> None:
-    """Signal ranks and all processes that they started.
+    """Signal ranks and the processes that they started, except multiprocessing's resource trackers.
 
-    A leader must not have been reaped, because another process could have its pid.
+    Ended processes are ignored. A leader must not have been reaped, because another process could
+    have its pid.
     """
     for leader in leaders:
         _signal(leader, number)

@@ -58,7 +58,11 @@ def join_early(library: str, inherited: tuple[str, ...]) -> None:
 
 @functools.cache
 def set_variables(world: World) -> None:
-    """Set the variables of TensorFlow and Keras, for code that reads them by itself."""
+    """Set ``TF_CONFIG`` and ``KERAS_DISTRIBUTION_*`` in the environment, for code that reads them.
+
+    Variables that the user has set stay. If the ranks' addresses are not known in time, nothing is
+    set, which is only logged.
+    """
     try:
         found = addresses(EARLY_JOIN_TIMEOUT_S)
     except Exception as error:  # a strategy raises it again

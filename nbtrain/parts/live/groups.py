@@ -84,8 +84,12 @@ class ProcessGroups:
             self._aborted = backend
             _abort(dist)
 
-    def state(self) -> dict[str, Any]:
-        """Return what the notebook must know after a task."""
+    def describe(self) -> dict[str, Any]:
+        """Return whether the default group exists, is broken, and how many collectives it had.
+
+        The keys are ``is_formed``, ``is_broken`` and ``count``, 0 if unknown. The notebook asks
+        after each task.
+        """
         dist, count = _distributed_module(), 0
         if dist is not None:
             with contextlib.suppress(Exception):  # a backend that does not count

@@ -289,7 +289,10 @@ class LiveRanks:
 
     @property
     def end_reason(self) -> str:
-        """Why they have ended, for a reader."""
+        """Return why the ranks have ended, as a sentence without a full stop; never empty.
+
+        It has a meaning only after they have ended.
+        """
         if self.was_stopped:
             return "these ranks were stopped"
         return self._ended_by_idleness or (
@@ -322,7 +325,11 @@ class LiveRanks:
         return {rank.rank: rank.node for rank in self._run.state.ranks if rank.node}
 
     def new_task(self, folder: RunFolder | None = None) -> int:
-        """Return a number that no other task has, of a run in `folder` if it is one."""
+        """Begin a task and return its number, which no other task has.
+
+        `folder` is that of its run, if any. For ranks on other hosts, requests for stacks in it are
+        linked to the folder of the live ranks.
+        """
         self._tasks += 1
         self._task_folder = folder
         if folder is not None and self._are_far:  # ranks on other hosts get requests there

@@ -200,7 +200,7 @@ class LiveRank:
             output = RichOutput(run_task, shows_values=True)
             output.install()
             code = main.run_in_rank(job, self._rank, output.run)
-        return {"code": code, "groups": self._groups.state(), **self.new_names()}
+        return {"code": code, "groups": self._groups.describe(), **self.new_names()}
 
     def _plan(self, message: Message, data: int) -> tuple[Plan, frozenset[type]]:
         """Unpack a task, which may bring variables along; no other one is changed by that."""

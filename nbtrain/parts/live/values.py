@@ -94,7 +94,11 @@ def _about(value: Any) -> dict[str, Any]:
 
 
 def _details(value: Any) -> dict[str, Any]:
-    """Return shape, type, device, bytes and checksums of a value, where it has them."""
+    """Return what is shown of a value, and compared between ranks.
+
+    ``parts`` has checksums of a tensor or of a model's parameters by name, or else a short repr.
+    ``shape``, ``bytes``, ``dtype`` and the device are there if the value has them.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         parts = {"": _checksum(value)}

@@ -311,7 +311,11 @@ class RayEngine(Engine):
         return self._client.request(Driver.connect, address, sources, auth_mode)
 
     def home_address(self, plan: Plan) -> str:
-        """Return this host's address on the way to the cluster. Raises `PlanError`."""
+        """Return this host's address on the way to the cluster.
+
+        It is 127.0.0.1 for a local cluster, or without a route. Raises `PlanError` if the cluster's
+        address is invalid.
+        """
         if plan.address == "local":
             return "127.0.0.1"
         address, _ = cluster_address(plan.address, os.environ)

@@ -183,7 +183,11 @@ class NodeRanks:
         return self._pids.result()
 
     def _run(self, job: Job) -> None:
-        """Start the ranks and watch them to their end, which is this thread's, too."""
+        """Start the ranks and watch them until they end: the body of the thread.
+
+        Puts their pids, or the error of the start, into `_pids`. Ends the ranks if they can no
+        longer be watched.
+        """
         try:
             while self._server is not None and self._server.is_importing():
                 time.sleep(POLL_S)

@@ -96,7 +96,7 @@ class TableDisplay(Display):
     def _replace_table(self, above: list[str], table: list[str], wrap: bool = False) -> None:
         """Replace the table and add new lines above it, in one write, so that nothing flickers.
 
-        Long lines are cut unless `wrap` is set. Remembers the height of the table.
+        Long lines of the table are cut unless `wrap` is set. Remembers the height of the table.
         """
         up = f"\x1b[{self._height}F\x1b[0J" if self._height else ""
         head = "".join(f"{line}\n" for line in above)

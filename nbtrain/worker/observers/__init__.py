@@ -15,7 +15,7 @@ from ..device_scalars import captures
 from ..hooks import Observer
 from . import integrations
 from .bars import Bars
-from .evidence.unsynced import UnsyncedModels
+from .evidence.not_copied_back import NotCopiedBack
 from .phases import PhaseMeter
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import LibraryPlaces
@@ -56,7 +56,7 @@ def _observers(
     if "steps" in sources:
         yield TensorMemoryMeter(writer, rank, plan.task if plan else None)
         if plan is not None and rank == 0:
-            yield UnsyncedModels(plan, writer, ranks_stay)
+            yield NotCopiedBack(plan, writer, ranks_stay)
         if stopping.active is not None:
             yield stopping.active
     if "phases" in sources:

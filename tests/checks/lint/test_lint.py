@@ -39,7 +39,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_data_loading.py",
     "telemetry.py",
     "test_state_io.py",
-    "test_unsynced.py",
+    "test_not_copied_back.py",
     "test_folds.py",
     "test_hooks.py",
     "check_system.py",

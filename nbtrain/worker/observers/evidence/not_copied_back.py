@@ -37,7 +37,7 @@ _SAVES = re.compile(r"save|dump|export|checkpoint|log_model|push_to_hub|state_di
 """Found in lines that save what was trained; a Trainer saves by itself."""
 
 
-class UnsyncedModels(Observer):
+class NotCopiedBack(Observer):
     """Names the models that an optimizer trains and that stay in the ranks. Keeps nothing alive."""
 
     purpose = "looking for models that are not copied back"
@@ -56,7 +56,10 @@ class UnsyncedModels(Observer):
         self._known = frozenset(self._variables())
 
     def on_first_step(self, optimizer: Any) -> None:
-        """Write a note, once, for each model that an optimizer trains and that only ranks have."""
+        """Write a note for each model that this optimizer trains and only the ranks will have.
+
+        They are of the three kinds that the module describes. Each model is named once.
+        """
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained -= {key for model in self._returned.values() for key in _parameters(model)}
         lost = []
@@ -65,19 +68,16 @@ class UnsyncedModels(Observer):
             trained -= parameters  # a model is named once
             lost += [name] if parameters and name not in self._named else []
         if lost:
-            self._named.update(lost)
-            self._writer.write(
-                ev.RunNote.of(Finding("not-copied-back", _text(lost, self._task_is_cell)))
-            )
+            self._report("not-copied-back", lost, _describe_not_copied(lost, self._task_is_cell))
         for name in self._find_reassigned(trained):
-            self._named.add(name)
-            self._writer.write(
-                ev.RunNote.of(Finding("replaced", _describe_reassigned(name, self._task_is_cell)))
-            )
+            self._report("replaced", [name], _describe_reassigned(name, self._task_is_cell))
         for name, model in self._new(trained).items():
-            self._named.add(name)
             text = _describe_new(name, model, self._task_is_cell)
-            self._writer.write(ev.RunNote.of(Finding("only-in-ranks", text)))
+            self._report("only-in-ranks", [name], text)
+
+    def _report(self, code: str, names: list[str], text: str) -> None:
+        self._named.update(names)
+        self._writer.write(ev.RunNote.of(Finding(code, text)))
 
     def _find_reassigned(self, trained: set[int]) -> list[str]:
         """Return the notebook's variables that now have a model with new parameters in `trained`.
@@ -127,8 +127,8 @@ class UnsyncedModels(Observer):
         return any(map(_SAVES.search, source_lines(task)))
 
 
-def _text(names: list[str], is_cell: bool) -> str:
-    """Return the note on models that only the ranks' copies are of, with the option that helps."""
+def _describe_not_copied(names: list[str], is_cell: bool) -> str:
+    """Return the note on trained models that are not copied back, with the options that help."""
     variables = ",".join(dict.fromkeys(re.split(r"[.[ ]", name)[0] for name in names))
     option, none = ("--out {}", "--no-sync") if is_cell else ('out="{}"', "sync=False")
     models = ", ".join(f"`{name}`" for name in names)
