@@ -68,8 +68,7 @@ class Follower:
     def show(self, update: Show, finish: Show) -> None:
         """Call `update` after each read, in the follower's thread, and `finish` at the end.
 
-        If the run has ended, `finish` is called now, in the caller's thread. Of more than
-        `MAX_LIVE_BOARDS` boards, the oldest is finished.
+        If the run has ended, `finish` is called now, in the caller's thread.
         """
         with self._ending:
             if not self._has_ended:
@@ -88,8 +87,6 @@ class Follower:
             while not self.state.is_over:
                 with contextlib.suppress(OSError):  # no descriptor is free; the next read may work
                     self._read_events()
-                while len(self._boards) > limits.MAX_LIVE_BOARDS:
-                    self._boards.pop(0)[1](self.state, clock.now(self.state.clock_offset))
                 for update, _ in tuple(self._boards):
                     update(self.state, clock.now(self.state.clock_offset))
                 if time.monotonic() >= next_check:

@@ -14,9 +14,6 @@ RESERVED_BYTES = 1 << 16
 """Kept free on the disk for the launcher's events, and the same for each rank's. An event has a few
 hundred bytes."""
 
-MAX_LIVE_BOARDS = 3
-"""Boards of one run that are drawn live. Each costs as much as the first."""
-
 # Starting and restarting.
 
 START_TIMEOUT_S = 20.0

@@ -215,21 +215,10 @@ def open_own(path: Path) -> int:
     return descriptor
 
 
-def read_own(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file that this user owns.
-
-    Raises `NbtrainError` if it has more than `max_bytes`, and as `open_own` does.
-    """
-    descriptor, data = open_own(path), b""
-    try:
-        while len(data) <= max_bytes:
-            block = os.read(descriptor, _BLOCK_BYTES)
-            data += block
-            if len(block) < _BLOCK_BYTES:
-                return data
-    finally:
-        os.close(descriptor)
-    raise NbtrainError(f"{path} is too large for a file of nbtrain")
+def read_own(path: Path) -> bytes:
+    """Return the content of a file that this user owns. Raises as `open_own` does."""
+    with open(open_own(path), "rb") as file:
+        return file.read()
 
 
 def untrusted_reason(file: int | Path, *, is_folder: bool = False) -> str:

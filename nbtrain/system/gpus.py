@@ -7,8 +7,7 @@ import enum
 import os
 import platform
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,10 +170,10 @@ class GpuWatch:
     should not fork before `is_over`.
     """
 
-    def __init__(self, delay: float, pause: Callable[[float], float]) -> None:
-        """Start after `delay` seconds; `pause` maps a reading's seconds to those until the next."""
+    def __init__(self, delay: float, interval: float) -> None:
+        """Start after `delay` seconds; `interval` seconds lie between two readings."""
         self.seen: tuple[Gpu, ...] = ()
-        self._delay, self._pause = delay, pause
+        self._delay, self._interval = delay, interval
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="nbtrain-gpus", daemon=True)
         self._thread.start()
@@ -194,9 +193,8 @@ class GpuWatch:
             return
         with _nvml() as nvml:
             while nvml is not None and not self._closing.is_set():
-                begun = time.monotonic()
                 self.seen = describe(nvml)
-                self._closing.wait(self._pause(time.monotonic() - begun))
+                self._closing.wait(self._interval)
 
 
 class ComputeMode(enum.IntEnum):

@@ -40,9 +40,6 @@ RATE_WINDOW_S = 5.0
 MIN_ESTIMATE_S = 3.0
 """A time left needs this much training."""
 
-MAX_REPORT_AGE_S = 60.0
-"""A time left counts down for so long without a new report."""
-
 MIN_COMPARED_S = 15.0
 """Training before a rank may be called slow. A wrong "slow" does more harm than a missing one."""
 
@@ -63,19 +60,15 @@ DELETED_CHECK_INTERVAL_S = 0.1
 MAX_TAIL_BYTES = 1 << 20
 """Read of a log in one call: the end of what is new, or of the log when a run is reopened."""
 
-MAX_MANIFEST_BYTES = 64 << 20
-
 MAX_RANKS = 1 << 16
 """A manifest with more ranks is damaged."""
 
 # Measuring ranks, host and GPUs.
 
-SAMPLING_SHARE = 0.005
-"""Sampling takes this share of the launcher's time, and a quarter of it on a crowded host."""
-
-RANK_SAMPLE_INTERVAL_S = 0.5
-HOST_SAMPLE_INTERVAL_S = 2.0
-"""Between two samples, at least."""
+FIRST_SAMPLE_INTERVAL_S = 0.5
+SAMPLE_INTERVAL_S = 2.0
+"""Between two samples: of a rank, in the first round and later, and of the host. A sample of a rank
+takes up to 10 ms."""
 
 DRIVER_TIMEOUT_S = 5.0
 """A driver may take so long to answer."""

@@ -1,15 +1,15 @@
 """Measures memory and CPU time of ranks and host, and the GPUs' memory before and after a run.
 
 The launcher measures, and ranks do nothing for it. Reading the memory (USS) of a process with torch
-takes milliseconds. So ranks are measured in turn, and after the first round only in a small share
-of the launcher's time. GPUs are measured in a thread, because their driver may take long.
+takes milliseconds, so ranks are measured in turn. GPUs are measured in a thread, because their
+driver may take long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..system import host
@@ -21,12 +21,12 @@ _watches: dict[str, GpuWatch] = {}
 """The last watch for each purpose: 'run' during a run, 'ends' before and after it."""
 
 
-def _watch(purpose: str, delay: float, pause: Callable[[float], float]) -> GpuWatch | None:
+def _watch(purpose: str, delay: float, interval: float) -> GpuWatch | None:
     """Start to watch the GPUs, unless the driver still blocks the thread of the last watch."""
     last = _watches.get(purpose)
     if last is not None and not last.is_over:
         return None
-    watch = _watches[purpose] = GpuWatch(delay, pause)
+    watch = _watches[purpose] = GpuWatch(delay, interval)
     return watch
 
 
@@ -36,7 +36,7 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
     Memory that is not freed within a second is reported as it is. A driver that does not answer
     keeps its thread, and is not called again.
     """
-    watch = _watch("ends", 0.0, lambda _seconds: 0.05) if device == "cuda" else None
+    watch = _watch("ends", 0.0, 0.05) if device == "cuda" else None
     if watch is None:
         return
     memory, deadline = None, time.monotonic() + limits.DRIVER_TIMEOUT_S
@@ -79,7 +79,7 @@ class Sampler:
         self._pids = dict(pids)
         self._gpus: GpuWatch | None = None
         if device == "cuda":  # a short run may end before a driver answers
-            self._gpus = _watch("run", limits.RANK_SAMPLE_INTERVAL_S, _gpu_interval)
+            self._gpus = _watch("run", limits.FIRST_SAMPLE_INTERVAL_S, limits.SAMPLE_INTERVAL_S)
         self._order = list(self._pids)
         self._processes: dict[int, Any] = {}
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: time, CPU seconds
@@ -91,17 +91,15 @@ class Sampler:
         now = time.monotonic()
         if now >= self._host_due or (self._gpu_readings() and not self._has_gpus):
             yield self._measure_host()
-            self._host_due = _next_time(now, limits.HOST_SAMPLE_INTERVAL_S)
-        elif now >= self._rank_due and self._order:
+            self._host_due = now + limits.SAMPLE_INTERVAL_S
+        if now >= self._rank_due and self._order:
             rank = self._order.pop(0)
             self._order.append(rank)
             if (resources := self._measure_rank(rank)) is not None:
                 yield resources
             is_round_over = len(self._cpu) >= len(self._order)
-            self._rank_due = (
-                _next_time(now, limits.RANK_SAMPLE_INTERVAL_S)
-                if is_round_over
-                else now + limits.RANK_SAMPLE_INTERVAL_S
+            self._rank_due = now + (
+                limits.SAMPLE_INTERVAL_S if is_round_over else limits.FIRST_SAMPLE_INTERVAL_S
             )
 
     def forget(self, rank: int) -> None:
@@ -165,17 +163,6 @@ def gpu_use(pid: int, gpus: Iterable[Gpu]) -> tuple[int | None, int | None]:
         return None, None
     mib, index = max(own)
     return index, mib << 20
-
-
-def _gpu_interval(seconds: float) -> float:
-    """Return the seconds until the next measurement of GPUs, after one that took `seconds`."""
-    return max(limits.HOST_SAMPLE_INTERVAL_S, seconds / limits.SAMPLING_SHARE)
-
-
-def _next_time(begun: float, interval_s: float) -> float:
-    """Return when to measure again, so that measuring takes only its share of the time."""
-    share = limits.SAMPLING_SHARE / 4 if host.is_crowded() else limits.SAMPLING_SHARE
-    return begun + max(interval_s, (time.monotonic() - begun) / share)
 
 
 def _usage(process: Any) -> tuple[int, float]:

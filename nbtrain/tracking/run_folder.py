@@ -122,7 +122,7 @@ class RunFolder:
         Raises `FileNotFoundError` without one, `NbtrainError` if it cannot be read.
         """
         try:
-            manifest = json.loads(read_own(self.manifest, limits.MAX_MANIFEST_BYTES))
+            manifest = json.loads(read_own(self.manifest))
         except (FileNotFoundError, NbtrainError):
             raise
         except (OSError, ValueError, RecursionError) as error:

@@ -140,7 +140,9 @@ def time_left(rank: RankState) -> str:
     if bar is None or rank.is_over or rank.hang in _NOT_MOVING:
         return ""
     is_inside = len(loops) > 1 or len(rank.nest) > 1
-    seconds = run_progress.remaining(rank) if is_inside else bar.remaining
+    seconds = bar.remaining
+    if is_inside:
+        seconds = run_progress.remaining(rank, run_progress.fraction(rank))
     is_known = seconds is not None and 0 < seconds <= MAX_DURATION_S
     return format_duration(seconds) if is_known and seconds else ""
 

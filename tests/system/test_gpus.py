@@ -137,7 +137,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def test_gpus_are_watched_in_one_session_of_nvml(driver: Driver) -> None:
     driver.may_answer.set()
     before = threading.enumerate()
-    watch = gpus.GpuWatch(0.0, lambda took: 0.0)
+    watch = gpus.GpuWatch(0.0, 0.0)
     wait_until(lambda: driver.calls.count("nvmlDeviceGetCount") >= 3)
     watch.close()
     assert threading.enumerate() == before
@@ -146,7 +146,7 @@ def test_gpus_are_watched_in_one_session_of_nvml(driver: Driver) -> None:
 
 
 def test_a_driver_that_does_not_answer_holds_nobody(driver: Driver) -> None:
-    watch = gpus.GpuWatch(0.0, lambda took: 0.0)
+    watch = gpus.GpuWatch(0.0, 0.0)
     watch.close(timeout_s=0.05)
     assert (watch.seen, watch.is_over) == ((), False)
     driver.may_answer.set()
@@ -156,7 +156,7 @@ def test_a_driver_that_does_not_answer_holds_nobody(driver: Driver) -> None:
 
 
 def test_a_watch_that_is_closed_early_asks_no_driver(driver: Driver) -> None:
-    gpus.GpuWatch(60.0, lambda took: 0.0).close()
+    gpus.GpuWatch(60.0, 0.0).close()
     assert driver.calls == []
 
 

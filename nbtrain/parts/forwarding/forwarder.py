@@ -34,9 +34,6 @@ from ...tracking.replay import initial_state, split_closing
 from ...tracking.run_folder import RunFolder, is_watched
 from ...tracking.state import RunState
 
-READ_INTERVAL_S = 0.25
-"""Between two readings of the run's folder."""
-
 END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for trackers; what is left is sent behind it."""
 
@@ -99,7 +96,7 @@ class Forwarder(Companion):
         until = time.monotonic() + wait
         while self._connection is not None:
             left = until - time.monotonic()
-            if not is_readable(self._connection, max(0.0, min(left, READ_INTERVAL_S))):
+            if not is_readable(self._connection, max(0.0, min(left, FOLDER_CHECK_INTERVAL_S))):
                 if left <= 0 or is_pressed():
                     break
                 continue
@@ -208,20 +205,18 @@ def _follow(
     folder: RunFolder, state: RunState, connection: socket.socket, threads: Iterable[_Thread]
 ) -> RunState:
     """Forward events until the launcher reports how the run ended, or is gone."""
-    reader, received, looks = Reader(folder, state.world_size), b"", 0.0
+    reader, received = Reader(folder, state.world_size), b""
     ranks = range(state.world_size)
     while True:
         is_lost = False
-        if is_readable(connection, READ_INTERVAL_S):
+        if is_readable(connection, FOLDER_CHECK_INTERVAL_S):
             new = b""
             with contextlib.suppress(OSError):
                 new = connection.recv(1 << 16)
             received += new
             is_lost = not new  # the launcher ended, or it gave the run up
         end = ev.from_line(received) if received.endswith(b"\n") else None
-        if not is_lost and time.monotonic() >= looks:
-            looks = time.monotonic() + FOLDER_CHECK_INTERVAL_S
-            is_lost = not is_watched(folder)
+        is_lost = is_lost or not is_watched(folder)
         is_over = end is not None or is_lost
         ready, closing = split_closing((all_events if is_over else new_events)(reader.launcher), [])
         events = [*ready, *reader.read(ended=ranks if is_over else ()), *closing]

@@ -13,9 +13,6 @@ from ...ui.board import axes, theme
 from ...ui.board.canvas import CANVAS, Label, Panel, draw_labels, draw_svg
 from ...ui.tables import RIGHT, html_table, text_table
 
-_WIDTH_PX, _PANEL_PX = 360, 172
-"""The width of the curve, and its height."""
-
 
 @dataclass
 class Size:
@@ -79,7 +76,9 @@ class ScalingReport:
         base, last = self.rows[0]["ranks"], self.rows[-1]["ranks"]
         highest = max(last / base, *(row["high"] for row in self.rows))
         y = axes.value_scale(0.0, highest, 4)
-        panel = Panel(axes.Scale(0.0, last, ()), y, CANVAS.top_px, _PANEL_PX, _WIDTH_PX)
+        panel = Panel(
+            axes.Scale(0.0, last, ()), y, CANVAS.top_px, CANVAS.report_px, CANVAS.report_width_px
+        )
         ideal = [(base, 1), (last, last / base)]
         marks = panel.grid() + panel.draw_dashed(ideal, theme.BLUE, "4 4", 1)
         marks += panel.draw_line([(row["ranks"], row["speedup"]) for row in self.rows], theme.BLUE)
@@ -93,8 +92,8 @@ class ScalingReport:
             ranks = row["ranks"]
             marks += panel.draw_line([(ranks, row["low"]), (ranks, row["high"])], theme.BLUE, 5)
             labels.append(Label(ranks / last, bottom + 12, str(ranks), "middle"))
-        drawn = f"{marks}{draw_labels(labels, _WIDTH_PX)}"
-        size = _WIDTH_PX + CANVAS.left_px + CANVAS.right_px, round(bottom) + 44
+        drawn = f"{marks}{draw_labels(labels, CANVAS.report_width_px)}"
+        size = CANVAS.report_width_px + CANVAS.left_px + CANVAS.right_px, round(bottom) + 44
         return draw_svg(
             f'<g transform="translate({CANVAS.left_px} 0)">{drawn}</g>', *size, theme.GREY
         )

@@ -18,9 +18,6 @@ from ...worker.limits import REPORT_INTERVAL_S
 from ...worker.observers.data_loading import tensors
 from . import xla
 
-MOST_SHAPES = 3
-"""How many batches of a new shape are reported; more would repeat the advice."""
-
 _REMEDY = (
     "Keep one shape: drop_last=True in the DataLoader, the same batch size in training and "
     "evaluation, sequences padded to one length."
@@ -42,7 +39,8 @@ class CompilationMeter(Observer):
         self._done = 0
         self._failed = 0  # begun, and given up
         self._last = NO_COMPILATIONS
-        self._shapes: list[Shapes] = []  # of batches, each once
+        self._first_shapes: Shapes = ()
+        self._has_noted = False
         self._note: str | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
 
@@ -62,14 +60,16 @@ class CompilationMeter(Observer):
                 tell("on_phase", "")
 
     def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
-        """Remember the shapes in a batch: a program fits only the shapes it was compiled for."""
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
-        if not shapes or shapes in self._shapes or len(self._shapes) > MOST_SHAPES:
+        """Prepare a note on the first batch with other shapes: a program fits only its own."""
+        if self._has_noted:
             return
-        if self._shapes:
-            change = f"{_text(shapes)} instead of {_text(self._shapes[0])}"
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors(batch))
+        if not self._first_shapes:
+            self._first_shapes = shapes
+        elif shapes and shapes != self._first_shapes:
+            change = f"{_text(shapes)} instead of {_text(self._first_shapes)}"
             self._note = f"A batch has a new shape ({change}), so torch_xla compiled again. "
-        self._shapes.append(shapes)
+            self._has_noted = True
 
     def _watch(self) -> None:
         while not self._over.wait(REPORT_INTERVAL_S):

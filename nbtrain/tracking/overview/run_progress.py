@@ -47,7 +47,7 @@ def estimate_run(state: RunState, now: float) -> RunProgress:
     """
     running = [rank for rank in state.ranks if not rank.is_over]
     stuck = _stuck_for(state, now)  # computed once: it reads every rank
-    ranks = [_estimate_rank(rank, state, now, stuck) for rank in running or state.ranks]
+    ranks = [_estimate_rank(rank, state, stuck) for rank in running or state.ranks]
     known = [p for p in ranks if p.fraction is not None] or [p for p in ranks if p.step is not None]
     if not known:
         return RunProgress(stuck_for=stuck)
@@ -58,14 +58,12 @@ def estimate_run(state: RunState, now: float) -> RunProgress:
     return last
 
 
-def _estimate_rank(
-    rank: RankState, state: RunState, now: float, stuck: float | None
-) -> RunProgress:
+def _estimate_rank(rank: RankState, state: RunState, stuck: float | None) -> RunProgress:
     """Return a rank's progress: the share done, epoch, batch, rate, time left."""
     trained = rank.progress
     done = fraction(rank)
     is_running = state.status in ("starting", "running") and not rank.is_over and stuck is None
-    left = _remaining(rank, done, now) if is_running else None
+    left = remaining(rank, done) if is_running else None
     if trained is None:
         return RunProgress(done, remaining=left, stuck_for=stuck)
     loops = trained.loops
@@ -85,7 +83,7 @@ def _estimate_rank(
         total,
         rate,
         left,
-        _remaining_in_epoch(rank, now) if is_running and left is None else None,
+        _remaining_in_epoch(rank) if is_running and left is None else None,
         stuck,
     )
 
@@ -168,21 +166,17 @@ def _within(bar: ProgressBar, inner: float) -> float:
     return min(1.0, ((bar.fraction or 0.0) * total + inner) / total)
 
 
-def remaining(rank: RankState) -> float | None:
-    """Return the seconds that a rank had left at its last report."""
-    return _remaining(rank, fraction(rank), 0.0)
+def remaining(rank: RankState, done: float | None) -> float | None:
+    """Return the seconds left at a rank's last report, if the rest is as fast as until then.
 
-
-def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
-    """Return the seconds left if the rest of the work is as fast as until now.
-
-    0 if all is done; None before `MIN_ESTIMATE_S` of training, or if the share done is unknown.
+    `done` is the rank's `fraction`. 0 if all is done; None before `MIN_ESTIMATE_S` of training, or
+    if the share done is unknown.
     """
     if not done or done >= 1:
         return 0.0 if done == 1 else None
     trained = rank.progress
     if trained is not None and trained.loops:
-        passed, reported = trained.elapsed, trained.time
+        passed = trained.elapsed
         name, rounds, *_ = trained.loops[-1]
         # If only the number of epochs is known, the first one must have ended.
         if trained.is_uneven or (trained.batches is None and name != "batch" and rounds == 0):
@@ -195,8 +189,7 @@ def _remaining(rank: RankState, done: float | None, now: float) -> float | None:
         passed = reported - bars[0].time + bars[0].elapsed
     if passed < limits.MIN_ESTIMATE_S:
         return None
-    since = min(limits.MAX_REPORT_AGE_S, max(0.0, now - reported))
-    left = max(0.0, passed * (1 - done) / done - since)
+    left = passed * (1 - done) / done
     return left if left < MAX_DURATION_S else None
 
 
@@ -211,15 +204,13 @@ def _slowdown(trained: TrainingProgress | None) -> float:
     return max(1.0, (1 - mean) / (1 - min(0.9, trained.waiting)))
 
 
-def _remaining_in_epoch(rank: RankState, now: float) -> float | None:
+def _remaining_in_epoch(rank: RankState) -> float | None:
     """Return the seconds left in the present epoch, if they can be estimated."""
     trained = rank.progress
     if trained is None or trained.bar is None or trained.elapsed < limits.MIN_ESTIMATE_S:
         return None
     left = trained.bar.remaining
-    if left is None or left > MAX_DURATION_S:
-        return None
-    return max(0.0, left - min(limits.MAX_REPORT_AGE_S, max(0.0, now - trained.time)))
+    return None if left is None or left > MAX_DURATION_S else left
 
 
 def _stuck_for(state: RunState, now: float) -> float | None:

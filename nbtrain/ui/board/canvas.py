@@ -36,6 +36,9 @@ class Canvas(NamedTuple):
     card_px: int = 600
     card_margin_px: int = 16
     """The width of a card, and the space around what it shows."""
+    report_width_px: int = 360
+    report_px: int = 172
+    """The width and the height of the curve in a report."""
     last_middle: float = 0.98
     """The last place (0 to 1) whose label is centred on it. A label further right ends there."""
 
