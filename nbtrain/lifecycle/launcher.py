@@ -431,21 +431,24 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
 def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     """Return a finding if another run of this kernel has not ended: they share the host.
 
-    Raises `PreflightError` instead if the new run uses the TPU, or GPUs without a selection by
-    `--env CUDA_VISIBLE_DEVICES`. Does not check which devices the other run uses.
+    Raises `PreflightError` instead if both use the TPU, or GPUs without a selection by
+    `--env CUDA_VISIBLE_DEVICES`. Does not check which GPUs the other run uses.
     """
     others = background_runs()
     if not others:
         return []
-    other = f"Run {others[-1].folder.name} of this notebook is still running in the background"
-    if others[-1].state.is_live:
+    on_device = [run for run in others if run.state.device == device]
+    last = (on_device or others)[-1]
+    other = f"Run {last.folder.name} of this notebook is still running in the background"
+    if last.state.is_live:
         other = "Live ranks (%nbtrain start) are running"
-    if device == "cpu" or (device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env):
+    has_own_gpus = device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env
+    if device == "cpu" or has_own_gpus or not on_device:
         return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
-    if others[-1].state.is_live:
+    if last.state.is_live:
         raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(
         f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "

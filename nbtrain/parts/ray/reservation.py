@@ -35,7 +35,7 @@ _TOKEN = (
 )
 
 
-class _NobodyListens(ConnectionError):
+class _AddressRefused(ConnectionError):
     """The address of a cluster refuses connections."""
 
 
@@ -112,7 +112,7 @@ def join(address: str | None, sources: str | None) -> Any:
         if address is None:
             raise LaunchError(f"no Ray cluster was found on this host. {_GET_ONE}") from error
         reason = str(error).strip().partition("\n")[0][:300]
-        is_silent = isinstance(error, _NobodyListens)
+        is_silent = isinstance(error, _AddressRefused)
         text = f"no Ray cluster answers at {label}" if is_silent else f"{label} cannot be joined"
         raise LaunchError(
             f"{text}, or this host is not one of its nodes ({reason}). "
@@ -147,13 +147,13 @@ def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[st
 
 
 def _check_listens(address: str) -> None:
-    """Raise `_NobodyListens` if ``HOST:PORT`` refuses connections: Ray would wait for a minute."""
+    """Raise `_AddressRefused` if ``HOST:PORT`` refuses connections: Ray would wait for a minute."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
         except OSError as error:
-            raise _NobodyListens(str(error)) from error
+            raise _AddressRefused(str(error)) from error
 
 
 def nodes(ray: Any) -> list[Node]:
