@@ -61,9 +61,10 @@ class WorkComparison:
     def check(self, findings: Iterable[Finding]) -> list[ev.RunNote]:
         """Return a list with the note on a new finding, or an empty list.
 
-        A second finding, or one in a run where lint has found a like one, gives no text: the note
-        only marks a wrong result, and is left out if the result is right. Empty until every rank
-        has sent a sample, without a new sample, and after a finding with a flaw.
+        The text is empty after an earlier finding, and if lint's `findings` include one about the
+        same: such a note only marks the result as wrong, and is left out where it is right. Empty
+        until every rank has sent a sample, without a sample since the last call, and after a
+        finding with a flaw.
         """
         before = self._reported
         is_flawed = before is not None and before.flaw
@@ -101,10 +102,10 @@ def compare(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _judge_separate_ranks(samples: list[ev.WorkSample]) -> Finding | None:
-    """Return what is wrong with ranks that never formed a process group.
+    """Return what is wrong with ranks that never formed a process group, if anything is.
 
-    Only ranks that trained equally to the end mark the run as flawed. Ranks that differ may be
-    meant to, for example by a seed for each.
+    Only ranks that trained equally to the end mark the run as flawed. None for ranks that differ
+    and use their rank, or have few steps: they may be meant to.
     """
     count, first = len(samples), samples[0]
     is_same = _have_same_losses(samples) and _have_same_end(samples)
@@ -224,9 +225,10 @@ def _are_16_bit_numbers(losses: tuple[float, ...]) -> bool:
 
 
 def _have_same_batches(samples: list[ev.WorkSample]) -> bool:
-    """Return whether the ranks' first batches are equal, and differ from one another.
+    """Return whether all ranks have the same first batches, and these are not all one batch.
 
-    A test that overfits one batch is right.
+    A test that overfits one batch may have it on all ranks. False also without two batches, or with
+    a batch that could not be read.
     """
     first = samples[0].batches
     if "" in first or len(set(first)) < 2:
@@ -241,7 +243,7 @@ def _have_same_end(samples: list[ev.WorkSample]) -> bool:
 
 
 def _place(sample: ev.WorkSample, cells: Mapping[str, str]) -> str:
-    """Return the place of a step as it stands in a sentence: `` (In[3], line 7)``."""
+    """Return the place of a step for a sentence, `` (In[3], line 7)``; "" without a file."""
     if not sample.file:
         return ""
     return f" ({cells.get(sample.file) or Path(sample.file).name}, line {sample.line})"

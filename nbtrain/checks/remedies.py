@@ -103,9 +103,10 @@ _FEWER_BATCHES = (
 
 
 def remedies_of_rank(rank: RankState, state: RunState) -> tuple[str, ...]:
-    """Return remedies for a rank that failed because of what other ranks did.
+    """Return the remedy for a rank that failed because of what other ranks did.
 
-    They left a collective, or had not finished writing the file that this rank reads.
+    Either other ranks left a collective, or they had not finished writing the file that this rank
+    reads. Empty for other failures.
     """
     if rank.has_lost_peers and rank.progress is not None:
         left = [r.progress.steps for r in state.ranks if r.status == "done" and r.progress]

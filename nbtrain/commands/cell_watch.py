@@ -66,7 +66,11 @@ class CellWatch:
     """
 
     def __init__(self, shell: Any) -> None:
-        """Begin with the next cell."""
+        """Start watching with the next cell.
+
+        Registers events with IPython, patches its parser, torch and Accelerate, and adds a builtin.
+        Sets ``PYTORCH_NVML_BASED_CUDA_CHECK`` unless it is set. `stop` undoes this.
+        """
         self.mode = "warn"
         self.failures: dict[int, int] = {}
         """The line of the error for each cell that failed, by the cell's number."""
@@ -133,7 +137,7 @@ class CellWatch:
         return tree
 
     def _can_be_marked(self, tree: ast.Module) -> bool:
-        """Whether statements in blocks do the same as before.
+        """Return whether a cell's statements do the same in blocks as at the top level.
 
         Transformers of other extensions expect statements at the top level, and so does a shell
         that displays each expression. A ``global`` in a block would come too late.
@@ -144,7 +148,7 @@ class CellWatch:
         return not any(type(statement) is ast.Global for statement in tree.body)
 
     def _after_statement(self) -> None:
-        """Record what the last statement initialised; each mark calls this."""
+        """Record what the last statement initialised, and warn about it; each mark calls this."""
         if self._stack:
             cell = self._stack[-1]
             if accelerator_guard.has_new_init():
@@ -152,9 +156,10 @@ class CellWatch:
             cell.at += 1
 
     def _after_cell(self, result: Any) -> None:
-        """Print what the ended cell hides: a refused launch that it caught, an initialised GPU.
+        """Warn about a refused launch that the ended cell caught, and about new accelerators.
 
-        Of a cell that failed, the line is kept in `failures`, and a name of the ranks is explained.
+        For a cell that failed, keeps the line of the error in `failures`, and explains a
+        `NameError` about a name that only the ranks have.
         """
         self._expecting = False
         if self._stack:
@@ -254,18 +259,23 @@ def _find_early_training(tree: ast.Module) -> list[tuple[int, str]]:
     return found
 
 
-_CONSTANT_NODES = (ast.Constant, ast.Name, ast.UnaryOp)
+def _is_constant(value: ast.expr | None) -> bool:
+    """Return whether an expression is a constant, a name, or ``-x`` of one: it calls nothing."""
+    while isinstance(value, ast.UnaryOp):
+        value = value.operand
+    return isinstance(value, (ast.Constant, ast.Name))
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Whether a statement calls nothing, or may not be in a block.
+    """Return whether a statement needs no mark: it calls nothing, or may not be in a block.
 
-    The latter are a docstring, a ``__future__`` import, and constants, which a block stores once.
+    The latter are a docstring, a ``__future__`` import, and constants: equal constants in one block
+    would be one object.
     """
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         value = statement.value
         parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) else (value,)
-        return all(isinstance(part, _CONSTANT_NODES) for part in parts)
+        return all(map(_is_constant, parts))
     if isinstance(statement, ast.FunctionDef):
         args = statement.args
         return not (statement.decorator_list or args.defaults or args.kw_defaults)

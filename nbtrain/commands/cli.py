@@ -21,7 +21,12 @@ from . import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 after an error, 2 for wrong arguments, or 130 after Ctrl-C."""
+    """Run the command ``nbtrain``; return 0, 1 after an error, or 130 after Ctrl-C.
+
+    Also 1 where ``doctor`` finds no engine, or a run that ``show --follow`` waited for did not
+    succeed. Raises `SystemExit` with 2 for wrong arguments, with 0 after ``--help``. Makes stdout
+    and stderr escape characters that they cannot encode.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # closed, or not a text file
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -43,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Discard unwritten output, which the interpreter would try to write again at its exit."""
+    """Write pending output, or discard it if that fails: stdout then leads to the null device.
+
+    The interpreter would otherwise try to write it again at its exit.
+    """
     try:
         print(end="", flush=True)
     except OSError:
@@ -98,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command that was parsed; return the exit code.
 
-    Without a command, print the version or the help. Raises `NbtrainError` and its subclasses.
+    Without a command, print the version or the help. Raises `NbtrainError` if the command fails,
+    and `IndexError` for a rank that the run does not have.
     """
     if of_part := part.shell_commands().get(options.command):
         return int(part.load(of_part.run)(options))

@@ -282,7 +282,10 @@ def section(title: str, rows: Iterable[Row]) -> Iterator[str]:
 
 
 def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> Iterator[Row]:
-    """Yield the GPUs, the processes on them, and the variables that select GPUs for torch."""
+    """Yield rows with the GPUs, the first processes on them, and other accelerators.
+
+    The last row has variables such as ``CUDA_VISIBLE_DEVICES``, if the environment sets any.
+    """
     for gpu in listed:
         memory = f"{format_bytes_of(gpu.used << 20, gpu.total << 20)} used"
         mode = {2: " · PROHIBITED", 3: " · EXCLUSIVE_PROCESS"}.get(gpu.mode, "")

@@ -88,7 +88,7 @@ class IdleImports:
 
 
 def _is_idle() -> bool:
-    """Whether the kernel handles no message, and no other thread could import.
+    """Return whether the kernel handles no message, and no other thread could import.
 
     An interrupt would break the module that is imported. A kernel ignores interrupts between two
     messages (seen in ipykernel 6.17 to 7.4).

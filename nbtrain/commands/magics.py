@@ -76,7 +76,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     @no_var_expand
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> Run | None:
-        """Run this cell, or an expression, on several ranks (see `_distributed_help`)."""
+        """Run this cell, or an expression, on several ranks (see `_distributed_help`).
+
+        Return the run of an expression, and None for a cell. ``--help`` prints the options.
+        """
         if line.split() in (["--help"], ["-h"]):
             from ..planning.option_parser import parser
 
@@ -193,7 +196,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 print(run.stacks())
 
     def _migrate(self, line: str, cell: str) -> None:
-        """Print or make the changes that a plain loop needs. Raises `PlanError`."""
+        """Print the changes that a plain loop needs as a diff; with ``--apply``, make them.
+
+        Raises `PlanError` for another command, and if the loop cannot be migrated. Raises
+        `CellSyntaxError` if the cell is not Python.
+        """
         from . import migrate
 
         command, *arguments = line.split() or [""]
@@ -214,7 +221,12 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
             raise CellSyntaxError(str(error), drawn="\n".join(lines)) from error
 
     def _run(self, options_text: str, source: str, offset: int) -> Run:
-        """Run a source that begins `offset` lines below the magic; return the run."""
+        """Run a source with the options of its magic; return the run.
+
+        The source begins `offset` lines below the magic. Waits for the end of the run, unless it is
+        a background run. ``--as NAME`` assigns the run to a variable, also if it fails. Raises
+        `PlanError`, `CellSyntaxError`, and the error of the run.
+        """
         from ..lifecycle.launch_sides import launch_sides
         from ..lifecycle.launcher import run_plan
         from ..lifecycle.run import last_run, last_run_folder
@@ -329,9 +341,10 @@ _modes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def load(shell: Any) -> None:
-    """Register the magics with a shell and watch its cells. A second call replaces them.
+    """Register the magics with a shell, watch its cells, and replace its ``%debug``.
 
-    It also defines ``nbtrain`` in the notebook, which messages refer to, unless it is defined.
+    Also imports modules while the kernel is idle, and defines ``nbtrain`` in the notebook unless it
+    is defined, because messages refer to it. A second call replaces the first.
     """
     unload(shell)
     shell.user_ns.setdefault("nbtrain", sys.modules[__name__.partition(".")[0]])

@@ -15,10 +15,10 @@ _MAGIC = re.compile(r"\s*%%distributed\b[^\n]*\n")
 
 
 def migrate(shell: Any, arguments: list[str], source: str) -> str:
-    """Return the changes to a cell as a unified diff; with ``--apply``, make them in the notebook.
+    """Return the changes to a cell as a unified diff; with ``--apply``, replace the cell.
 
-    Raises `PlanError` with the reason if the cell has no loop that can be migrated, and
-    `SyntaxError` if it is not Python.
+    With ``--apply``, returns a message instead. Raises `PlanError` for other arguments, and if the
+    cell has no loop that can be migrated. Raises `SyntaxError` if it is not Python.
     """
     if arguments not in ([], ["--apply"]):
         raise PlanError(f"%nbtrain: unknown arguments {' '.join(arguments)!r}. Use {USAGE}")

@@ -107,9 +107,11 @@ def check_device(plan: Plan, device: str) -> list[Finding]:
 
 
 def read_config(name: str, num_processes: int | None = None) -> Config:
-    """Read a file, or Accelerate's default file if `name` is ``default``. Raises `PlanError`.
+    """Return the settings of a config file, of Accelerate's default file for ``default``.
 
-    `num_processes` is the user's own option, which wins over the file's.
+    `num_processes` is the user's own option: it wins over the file's in the environment, while the
+    result has the file's number, None for -1. Raises `PlanError` for a file that is missing, cannot
+    be read, or has settings that nbtrain does not support.
     """
     import accelerate.commands.config.config_args as files
 

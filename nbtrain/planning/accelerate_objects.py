@@ -95,9 +95,10 @@ def reset_state() -> None:
 
 
 def make_state() -> None:
-    """Make the state of this rank, for objects of the notebook that share it.
+    """Make Accelerate's state of this rank, for objects of the notebook that share it.
 
-    Accelerate joins the process group then, as for any first use.
+    Accelerate joins the process group then, and waits for the other ranks. Raises `KeyError` if
+    Accelerate's module of states is not loaded.
     """
     module: Any = sys.modules["accelerate.state"]
     module.PartialState()

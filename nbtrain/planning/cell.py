@@ -107,9 +107,9 @@ def _first_statement(source: str) -> str:
 
 
 def number_of_untitled(task: Task, name: str) -> int | None:
-    """Return the number of a cell without function or script whose run has no name; else None.
+    """Return a cell's number if its run is only named after a line of its source; else None.
 
-    The run has no name if `name` is the `title` of the cell.
+    `name` is the name of the run. None also for a cell with a training function or a script.
     """
     if not isinstance(task, Cell) or task.function is not None or _find_script(task):
         return None

@@ -172,7 +172,11 @@ def _signature_parameters(
 
 
 def _accepts(option: Option, value: Any) -> bool:
-    """Return whether an option accepts a value. Never raises for a value of any type."""
+    """Return whether an option accepts a value. Never raises for a value of any type.
+
+    False also for a value that is not the default if the option is switched off on this host, or if
+    its part is not installed.
+    """
     if option.types and not isinstance(value, option.types):
         return False
     try:
@@ -189,7 +193,7 @@ def _check_keywords(name: str, parameters: Mapping[str, Any], given: Mapping[str
     """
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    for key in given.keys() - parameters.keys():
+    for key in sorted(given.keys() - parameters.keys()):
         known = [*parameters, *(option.argument for option in OPTIONS)]
         if guess := did_you_mean(key, known):
             raise PlanError(f"neither {name}() nor nbtrain has an argument `{key}`{guess}")
@@ -198,8 +202,8 @@ def _check_keywords(name: str, parameters: Mapping[str, Any], given: Mapping[str
 def read_arguments(args: Any) -> tuple[Any, ...]:
     """Return the arguments of `notebook_launcher` from any iterable, as Accelerate does.
 
-    Raises `PlanError` for what must be a single argument without its comma: a text, a dictionary,
-    an array or tensor, a model, a data set, a loader.
+    Raises `PlanError` for None, and for what must be a single argument without its comma: a text, a
+    dictionary, an array or tensor, a model, a data set, a loader, or no iterable.
     """
     cls = type(args)
     torch_data: Any = sys.modules.get("torch.utils.data")

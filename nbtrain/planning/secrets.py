@@ -225,9 +225,9 @@ def _choose_name(name: str, whole: str) -> str:
 
 
 def _pair_with_keys(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:
-    """Yield nodes with their names. A text may name the next one: ``setdefault("KEY", "…")``.
+    """Yield each node with its name. A text may name the next one: ``setdefault("KEY", "…")``.
 
-    Others have `name`; with None, a text names nothing, and theirs is "".
+    The name of other nodes is `name`. With None, a text names nothing, and every name is "".
     """
     before, kinds = "", (_SECRET_NAME, _TOKEN_NAME, _KEY_NAME)
     for node in nodes:

@@ -158,8 +158,8 @@ def _loader_contents(reference: Reference) -> Iterator[tuple[str, Any]]:
 def _find_shared_kind(value: Any) -> Kind | None:
     """Return what a value is that a forked rank cannot share with the notebook; None for others.
 
-    A closed handle, an ended process and a database in memory are such others. Raises what the
-    value raises, as for a connection of another thread.
+    None for a closed socket, an ended process and a database in memory. Raises what the value
+    raises, as for a closed file, or a connection of another thread.
     """
     # By its type: reading ``__class__`` of a proxy may end the kernel.
     cls, sqlite = type(value), sys.modules.get("sqlite3")

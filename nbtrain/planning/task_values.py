@@ -114,9 +114,11 @@ class Invocation:
 def unwrap_call(
     value: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Invocation:
-    """Return a call without partials, methods, caches, and decorators that name what they wrap.
+    """Return the functions inside a callable, and the arguments of its call.
 
-    Calls nothing. A value that is no callable is its `callee`, without functions.
+    Unwraps partials, methods, caches, properties, and decorators that name what they wrap. Calls
+    nothing. Without a Python function inside, `functions` is empty, and `callee` is what was
+    inside.
     """
     functions: list[FunctionType] = []
     named, owner = dict(kwargs or {}), None
@@ -321,7 +323,8 @@ def is_pickled_by_value(value: Any) -> bool:
 def references(task: Task) -> list[Reference]:
     """Return the values that a task refers to, each once, nearest first.
 
-    Searches for them, unless `keep_references` keeps the result.
+    Searches for them, unless `keep_references` keeps the result. Then it is the task's own list,
+    which `forget_references` empties.
     """
     return task.references or _search_references(task)
 

@@ -46,13 +46,15 @@ def lint(
 ) -> tuple[Finding, ...]:
     """Return the mistakes of a task that matter on several ranks, in the order of the source.
 
+    Empty where the source cannot be found. Comments ``# nbtrain: ignore`` leave findings out.
+
     Args:
         device: the device type of the ranks ("cpu", "cuda", …).
         sharded: whether Accelerate's configuration gives each rank a part of the model.
         ranks: the number of ranks, or None for several. One rank has fewer findings.
         name_cell: returns "In[3]" for the file name of a cell, and None for other files.
 
-    Raises `SourceTooLongError`, and the errors of `ast` for code that it cannot parse.
+    Raises `SourceTooLongError` for a long cell, and the errors of `ast.parse` for a cell.
     """
     sources = read(task, name_cell)
     names = set[str]().union(*(source.names for source in sources))
@@ -72,7 +74,11 @@ def lint(
 
 
 def _check_peers(source: Source, names: set[str], device: str, sharded: bool) -> Iterator[Finding]:
-    """Yield what is wrong because there are other ranks."""
+    """Yield the findings that matter on several ranks only: plain loops, devices and files.
+
+    A loop that can be migrated takes the place of findings about devices. Files are not checked if
+    the model is `sharded`.
+    """
     if migration := find_migration(source, names):  # whose edits choose the devices, too
         yield migration
     else:

@@ -67,7 +67,10 @@ def _require(*conditions: object) -> None:
 
 
 def apply_edits(source: str, edits: Iterable[Edit]) -> str:
-    """Return the source with the edits made; their lines are those of the source as given."""
+    """Return the source with all edits made.
+
+    The line numbers of the edits are those of the source as given.
+    """
     lines = source.split("\n")
     by_line: dict[int, list[Edit]] = {}
     for edit in edits:
@@ -130,7 +133,10 @@ class _Migration:
         """(start, end, new text) of what changes within each line."""
 
     def edits(self) -> tuple[Edit, ...]:
-        """Return the lines to insert, and those to replace."""
+        """Return the edits that insert and replace lines. To be called once.
+
+        Raises `_UncertainError` if one of them is not certain.
+        """
         self._check_shape()
         self._check_control()
         inserted = self._insert_accelerator()
@@ -154,7 +160,11 @@ class _Migration:
         return (*inserted, *replaced)
 
     def _check_shape(self) -> None:
-        """Require one model that is called once a step, in a function that runs once."""
+        """Raise `_UncertainError` unless the loop has the shape that the edits assume.
+
+        One model that is called once in a step, no GradScaler, everything made before the loop, and
+        a function that runs once.
+        """
         loop, node = self.loop, self.scope
         loss = receiver(loop.backward)
         _require(
@@ -175,7 +185,7 @@ class _Migration:
             _require(not loops_around(calls[0], self.source))
 
     def _check_control(self) -> None:
-        """Require that nothing which a rank measures on its own data steers the loop.
+        """Raise `_UncertainError` if a value that a rank measures on its own data steers the loop.
 
         A rank that leaves it earlier, or takes another learning rate, leaves the others waiting or
         with other parameters.
@@ -184,8 +194,8 @@ class _Migration:
         _require(not any("Plateau" in called_name(value) for value in made))
         for node in ast.walk(self.loop.around[-1]):
             if isinstance(node, (ast.If, ast.While)):
-                inside = [n for statement in node.body for n in ast.walk(statement)]
-                leaves = any(isinstance(n, _LEAVES) for n in inside)
+                inside = [n for s in (*node.body, *node.orelse) for n in ast.walk(s)]
+                leaves = isinstance(node, ast.While) or any(isinstance(n, _LEAVES) for n in inside)
                 _require(not leaves or not any(map(_MEASURED.search, names_in(node.test))))
 
     def _is_scheduler(self, name: str) -> bool:
@@ -198,7 +208,10 @@ class _Migration:
         return any(dotted_name(argument) in self.loop.optimizers for argument in given)
 
     def _insert_accelerator(self) -> list[Edit]:
-        """Import Accelerate, make the Accelerator, and let everything go through ``prepare``."""
+        """Return edits that import Accelerate, make the Accelerator and call ``prepare``.
+
+        Raises `_UncertainError` if a statement there shares its line with another one.
+        """
         source, outermost = self.source, self.loop.around[-1]
         top = _first_statement(source.module.body)
         start = _first_statement(getattr(self.scope, "body", []), past_imports=True)
@@ -238,7 +251,11 @@ class _Migration:
         self._change(node.lineno, head.end(), head.end(), ", ".join(names) + more)
 
     def _replace_devices(self) -> None:
-        """Let every device that the source writes out be the rank's own."""
+        """Record changes that write ``accelerator.device`` for the devices in the loop's function.
+
+        These are the devices that its source writes out. Raises `_UncertainError` for one that is
+        written over several lines.
+        """
         for node in self.source.nodes:
             match node:
                 case ast.Assign(targets=[ast.Name()]) if _is_device(node.value):
@@ -252,7 +269,11 @@ class _Migration:
                 self._replace(argument, _RANK_DEVICE)
 
     def _outside_devices(self) -> list[str]:
-        """Return the variables of the notebook, and parameters, that are devices of batches."""
+        """Return names that the loop's function uses as devices, and gets from outside.
+
+        These are variables of the notebook that hold a device, and names ``device`` of unknown
+        value.
+        """
         names = [device for call in self._calls() for device in devices_of(call)]
         outside: dict[str, None] = {}
         for name in (name for name in names if isinstance(name, ast.Name)):
@@ -268,7 +289,11 @@ class _Migration:
         return [call for call in self.source.calls if self.scope in self.source.ancestors(call)]
 
     def _unwrap_model(self) -> None:
-        """Add edits that unwrap the model where the wrapper lacks an attribute."""
+        """Record changes that unwrap the model where the wrapper lacks an attribute.
+
+        Raises `_UncertainError` if the innermost loop passes the model on, or uses a part of it
+        that is trained by itself.
+        """
         source, model = self.source, self.model
         start, innermost = self.loop.around[-1].lineno, self.loop.around[0]
         for use in (node for node in source.nodes if isinstance(node, ast.Name)):
@@ -290,13 +315,20 @@ class _Migration:
         self.spans.setdefault(line, []).append((start, end, text))
 
     def _replace(self, node: ast.expr, text: str) -> None:
+        """Record that `text` replaces an expression of the source.
+
+        Raises `_UncertainError` for an expression over several lines.
+        """
         _require(node.end_lineno == node.lineno)
         start = self.source.column(node.lineno, node.col_offset)
         end = self.source.column(node.lineno, node.end_col_offset or 0)
         self._change(node.lineno, start, end, text)
 
     def _rewrite_end(self, call: ast.Call, text: str) -> None:
-        """Write `text` in place of the ``.name(…)`` of ``x.name(…)``."""
+        """Record that `text` replaces the ``.name(…)`` of a call ``x.name(…)``.
+
+        Raises `_UncertainError` if that part is not on one line.
+        """
         owner, line = receiver(call), call.end_lineno or 0
         if owner is None or owner.end_lineno != line:
             raise _UncertainError
@@ -322,7 +354,10 @@ def _is_device(value: ast.expr | None) -> bool:
 
 
 def _first_statement(body: Sequence[ast.stmt], past_imports: bool = False) -> ast.stmt | None:
-    """Return the first statement after the docstring, ``global`` and what must come first."""
+    """Return the first statement after a docstring, ``global`` and ``__future__`` imports.
+
+    With `past_imports`, also after other imports. None without such a statement.
+    """
     passed: tuple[type[ast.stmt], ...] = (ast.Global, ast.Nonlocal)
     if past_imports:
         passed = (*passed, ast.Import, ast.ImportFrom)

@@ -15,10 +15,11 @@ ACCELERATORS = re.compile(r"(cuda|xpu|npu|hpu|mlu|musa)(:\d+)?")
 
 
 def check_backward(source: Source) -> Iterator[Finding]:
-    """``loss.backward()`` in a training step that has an Accelerator.
+    """Yield a finding for each ``loss.backward()`` in a step that has an Accelerator.
 
     The step's own function steps the optimizer, and calls the Accelerator's `prepare` or takes the
-    Accelerator as a parameter. Others may train beside it, to compare.
+    Accelerator as a parameter. Other functions yield nothing: they may train without Accelerate, to
+    compare.
     """
     stepping, prepared = set[ast.AST](), set[ast.AST]()
     for call in source.calls:
@@ -57,11 +58,11 @@ _ASKS = frozenset({"is_available", "device_count", "is_cuda_available", "is_torc
 
 
 def check_devices(source: Source, host: str, names: set[str]) -> Iterator[Finding]:
-    """A device that is the same on every rank: written out, or chosen in the notebook.
+    """Yield findings for devices that are the same on every rank.
 
     Args:
-        host: the type of device that the ranks train on, "cpu" or "cuda".
-        names: those in all sources of the task.
+        host: the type of device that the ranks train on ("cpu", "cuda", "xla").
+        names: the names in all sources of the task.
     """
     instead = "accelerator.device"
     if not has_accelerator(names):
@@ -105,9 +106,10 @@ def notebook_device(source: Source, name: ast.Name) -> str:
 
 
 def _pinned_devices(source: Source, host: str) -> Iterator[tuple[ast.expr, str]]:
-    """Yield what pins every rank to one device, and the device.
+    """Yield each expression that pins every rank to one device, with the device.
 
-    A plain "cuda" is each rank's own where something chose the rank's GPU.
+    A plain "cuda" is left out where a call chooses the rank's GPU. Nothing in a source that
+    mentions ``CUDA_VISIBLE_DEVICES``.
     """
     texts = (node.value for node in source.nodes if isinstance(node, ast.Constant))
     if "CUDA_VISIBLE_DEVICES" in texts:
@@ -205,7 +207,11 @@ _SHARDED = re.compile(
 
 
 def check_saves(source: Source, names: set[str]) -> Iterator[Finding]:
-    """A file written by every rank. `names` are those in all sources of the task."""
+    """Yield a finding for each file that every rank would write.
+
+    `names` are those in all sources of the task. Nothing if they show that each rank has only a
+    part of the model.
+    """
     if any(map(_SHARDED.fullmatch, names)):
         return
     condition = "accelerator.is_main_process" if has_accelerator(names) else "nbtrain.rank() == 0"
@@ -223,7 +229,11 @@ def check_saves(source: Source, names: set[str]) -> Iterator[Finding]:
 
 
 def _written_path(call: ast.Call) -> ast.expr | None:
-    """Return the path that a call writes to, if it is the same on each rank."""
+    """Return the expression for the path that a call writes to; None for other calls.
+
+    Only known functions count. None also with ``**kwargs``, `is_main_process` or `save_function`:
+    then not every rank may write.
+    """
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     place = _WRITERS.get(dotted_name(call.func))
     if called_name(call) == "save_pretrained" and receiver(call) is not None:

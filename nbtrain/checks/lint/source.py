@@ -351,9 +351,9 @@ def _read_function(
 
 
 def _parse_file(filename: str) -> tuple[ast.Module, list[str]] | None:
-    """Return the tree and lines of a cell or of the user's file, if it can be parsed.
+    """Return the tree and lines of a cell or of the user's file; None for other files.
 
-    A library's file, and one that is empty, too long or not valid Python, is left out.
+    None also for a file that is empty, longer than `MAX_SOURCE_CHARS` or not valid Python.
     """
     lines = [] if is_library(filename) else linecache.getlines(filename)
     if not 0 < sum(map(len, lines)) <= MAX_SOURCE_CHARS:
@@ -365,7 +365,7 @@ def _parse_file(filename: str) -> tuple[ast.Module, list[str]] | None:
 
 
 def _name_place(filename: str, name_cell: NameCell | None) -> str:
-    """Return what people call a cell or file."""
+    """Return the name of a cell or file for messages: "In[3]", "an earlier cell", "train.py"."""
     if name_cell is not None and (named := name_cell(filename)):
         return named
     # IPython 7 does not keep the numbers of the files that ipykernel names.
@@ -396,7 +396,7 @@ def dotted_name(node: ast.AST | None) -> str:
 
 
 def called_name(node: ast.AST | None) -> str:
-    """Return the last name of a called function: ``save`` for ``torch.save(…)``."""
+    """Return the last name of a called function, ``save`` for ``torch.save(…)``; else ""."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Attribute):
         return function.attr

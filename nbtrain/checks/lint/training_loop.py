@@ -115,7 +115,11 @@ def _is_loader(name: ast.Name, source: Source) -> bool:
 
 
 def _is_model(name: ast.Name, source: Source) -> bool:
-    """Return whether a name that is called is the model, as handed in or as the notebook has it."""
+    """Return whether a name that is called is certain to hold the model.
+
+    The notebook's value decides, except for names of losses and metrics. Without a value, it must
+    be a parameter named ``model``, ``net`` or ``network``.
+    """
     known, bound = source.is_kind(name, "nn.Module"), source.bindings(name)
     if known is not None:
         return known and not re.search("loss|crit|metric", name.id)
@@ -174,7 +178,11 @@ def _find_prepared(source: Source) -> set[str] | None:
 
 
 def _find_raw(loop: Loop) -> Iterator[tuple[ast.Name, str, str]]:
-    """Yield what the source does not prepare by other means, its kind, and what is wrong then."""
+    """Yield what needs ``prepare`` in a loop: its name, its kind, and what is wrong without it.
+
+    Does not check whether it is prepared. Leaves out loaders that may split the data, optimizers
+    that are parameters, and wrapped models.
+    """
     source = loop.source
     for name in loop.loaders.values():
         if not any(_gives_own_part(b.value, source) for b in source.bindings(name) if b.value):
@@ -200,7 +208,11 @@ def _gives_own_part(made: ast.expr, source: Source) -> bool:
 
 
 def _is_raw_model(model: ast.Name, source: Source) -> bool:
-    """Return whether nothing that a model's name is bound to wraps it, or is the Accelerator's."""
+    """Return whether a name is certain to hold a model that nothing has wrapped.
+
+    The notebook's value decides. Without one, no assignment may wrap the model or use the
+    Accelerator. A parameter counts as raw, and a name that the source does not bind does not.
+    """
     known = source.is_kind(model, "nn.Module")
     if known is not None:
         return known

@@ -18,9 +18,10 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_uncalled(source: Source, others: Sequence[ast.AST]) -> Iterator[Finding]:
-    """A cell whose only training is in a function that nothing calls.
+    """Yield findings for a cell in which only a function that nothing calls trains.
 
-    `others` are the functions of earlier cells that it calls.
+    `others` are the functions of earlier cells that the cell calls. Below a magic such as
+    ``%%time``, the finding refuses the launch. Nothing for the source of a function.
     """
     if not isinstance(source.tree, ast.Module):
         return

@@ -40,9 +40,9 @@ def error_of(refusal: Finding) -> type[PlanError | PreflightError]:
 
 
 def findings(plan: Plan, device: str, engine: EngineTraits) -> list[Finding]:
-    """Return what `check` would refuse or warn about, and raise nothing.
+    """Return what `check` would refuse or warn about, without raising for a refusal.
 
-    The engine of the plan is chosen: it is not "auto".
+    `plan.engine` must be the name of an engine, not "auto".
     """
     return run_checks(gather(plan, device, engine))
 

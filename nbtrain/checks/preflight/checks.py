@@ -199,8 +199,8 @@ _VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 def check_gpu_memory(facts: Facts) -> Iterator[Finding]:
     """Warn about GPU memory that other processes, or this kernel, have allocated.
 
-    It looks at the first GPUs, one per rank, and at a GPU of which a share of at least
-    `MIN_REPORTED_GPU_SHARE` is in use.
+    Only for the first GPUs, one per rank, and only where the share in use is at least
+    `MIN_REPORTED_GPU_SHARE`.
     """
     for gpu in () if facts.on_cpu else facts.gpus[: facts.ranks]:
         held = [h for h in gpu.holders if h.pid != facts.kernel_pid]
@@ -219,10 +219,10 @@ def check_gpu_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _holders(held: list[Holder], own: int, facts: Facts) -> str:
-    """Name the largest three processes that hold a GPU's memory, and what this kernel holds.
+    """Return text that names the processes that hold a GPU's memory, and this kernel's part.
 
-    Further ones are counted. Without any, the holders are "not visible from here", as in a
-    container.
+    The largest three are named, further ones are counted. `own` is the kernel's part, in MiB.
+    Without any, the text is "by processes that are not visible from here", as in a container.
     """
     by_size = sorted(held, key=lambda h: -(h.mib or 0))
     texts = [
@@ -370,7 +370,8 @@ def check_port(facts: Facts) -> Iterator[Finding]:
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
     """Warn if training on CPU ranks needs more memory than is available.
 
-    It counts twice the weights of the models among the arguments per rank (weights and gradients).
+    For each rank, it counts twice the trainable weights that the task refers to (weights and
+    gradients).
     """
     if facts.memory is None or facts.runs_in_kernel or not facts.on_cpu:
         return
