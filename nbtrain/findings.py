@@ -69,7 +69,10 @@ class Finding:
 
     @property
     def full_text(self) -> str:
-        """The place, the text and the remedy, as users read them."""
+        """Return the text and the remedy, as users read them.
+
+        For a place in code, that place comes first, and the finding's code last, in brackets.
+        """
         text = f"{self.text} {self.remedy}".rstrip()
         if self.place == NOWHERE:
             return text

@@ -50,10 +50,11 @@ def get(name: str) -> Engine:
 
 
 def choose(plan: Plan) -> Engine:
-    """Return the engine of a plan; for 'auto' and 'tpu', the engine that fits this host.
+    """Return a new engine for a plan; for 'auto' and 'tpu', the one that fits this host.
 
-    Raises `PlanError` if no library for a TPU is installed, or if a plan for several nodes needs
-    another engine than 'fork'.
+    The engine's `notes` say why 'auto' trains in the kernel. Raises `PlanError` if no library for a
+    TPU is installed, if a plan for several nodes names another engine than 'fork' or this host
+    trains on a TPU, and if the engine cannot be imported.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
     if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
@@ -82,11 +83,11 @@ def choose(plan: Plan) -> Engine:
 
 
 def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
-    """Return a note if one rank uses a GPU that the kernel has initialised, else None.
+    """Return the note with which 'auto' takes the inline engine; None if it takes another.
 
-    A forked rank could not use that GPU, and a single rank needs no process of its own:
-    Accelerate's launcher also calls the function in the kernel. Returns None for a plan that the
-    inline engine would refuse.
+    There is a note if the only rank uses a GPU that the kernel has initialised: a forked rank could
+    not use it. None for a plan that needs a process of its own (a timeout, restarts, the
+    background, ``--debug``) or chooses its GPUs by a variable.
     """
     needs_process = any(
         (plan.timeout, plan.max_restarts, plan.is_background, plan.scaling, plan.nodes, plan.debug)

@@ -129,9 +129,11 @@ class Engine(ABC):
             )
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
-        """Return the plan with the values of this host for 'auto', and the type of device.
+        """Fill in the engine, the number of ranks and the precision; return plan and device type.
 
-        Raises `PlanError` if the engine cannot run the plan. Nothing has been started then.
+        Without `num_processes`, there is one rank per GPU or TPU chip of this host. The device type
+        is "cuda", "cpu" or `tpu_device`. Raises `PlanError` if the engine cannot run the plan or
+        refuses one of its options. Nothing has been started then.
         """
         self.check_options(plan)
         env = {**os.environ, **plan.env}
@@ -152,9 +154,10 @@ class Engine(ABC):
         return
 
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
-        """Start to import modules once for all ranks, in another process.
+        """Start to import modules once for all ranks, in another process; called before `start`.
 
-        Returns a function that tells whether this is still going on; `start` comes after it.
+        Returns a function that tells whether the import is still running. An engine that imports
+        nothing ahead returns one that is always False.
         """
         return lambda: False
 

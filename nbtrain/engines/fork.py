@@ -47,13 +47,18 @@ class ForkEngine(Engine):
     def bind_store_port(self, job: Job) -> tuple[Job, socket.socket | None]:
         """Bind the port of the ranks' store; return the job with it, and the listening socket.
 
-        Raises `LaunchError`.
+        On several nodes, only node 0 has a socket; the others get None. Raises `LaunchError` if the
+        port is in use or no socket can be opened.
         """
         listener = rendezvous.bind(job.plan.port)
         return replace(job, port=listener.getsockname()[1]), listener
 
     def start(self, job: Job) -> Ranks:
-        """Fork every rank. Raises `LaunchError`; no rank is running then."""
+        """Fork every rank, then the process of their store; return while they run.
+
+        Raises `LaunchError` if a port, a fork or the store is refused. Ranks that were forked are
+        killed before it is raised, and before an interrupt is.
+        """
         # Imported here once for all ranks; tqdm's lock needs the first.
         import multiprocessing.synchronize  # noqa: F401
 

@@ -34,7 +34,11 @@ def main(order: dict[str, Any]) -> NoReturn:
 
 
 def _serve(order: Mapping[str, Any]) -> int:
-    """Import modules once, then fork ranks for each request; return the exit code."""
+    """Import modules once, then fork ranks for each request; return the exit code, always 0.
+
+    Returns when the kernel has ended, after `SERVER_IDLE_LIMIT_S` without a request, or before the
+    first one if the imports leave a process that cannot fork; the kernel is told so.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent(order["parent"])
     os.chdir("/")
@@ -69,7 +73,11 @@ def _plugins() -> list[str]:
 
 
 def _import(names: Sequence[str]) -> frozenset[str]:
-    """Import modules, and return what they initialised, after which the process cannot fork."""
+    """Import modules; return the accelerators and frameworks that they initialised.
+
+    Empty if the process can still fork. A module that cannot be imported is skipped: the ranks
+    raise its error.
+    """
     is_collecting = gc.isenabled()
     gc.disable()  # imports leave no garbage
     for name in names:
@@ -112,7 +120,11 @@ def _send_message(connection: socket.socket, **answer: Any) -> None:
 def _fork_ranks(
     request: Mapping[str, Any], descriptors: list[int], connection: socket.socket
 ) -> int:
-    """Fork the ranks of a request, in a process between this one and them; return its exit code."""
+    """Fork the ranks of a request; called in a process of its own, which exits afterwards.
+
+    Returns its exit code: 0, or 1 if a fork was refused, which the kernel is told. The ranks become
+    children of the kernel when this process exits.
+    """
     place, gate, *parcel = descriptors
     os.fchdir(place)
     os.close(place)
@@ -135,7 +147,11 @@ def _fork_ranks(
 def _start_rank(
     order: dict[str, Any], number: int, gate: int, connection: socket.socket, between: int
 ) -> int:
-    """Wait to become the kernel's child, then run the rank or the ranks' store."""
+    """Wait to become the kernel's child and for its go, then run the rank or the ranks' store.
+
+    Sends the pid to the kernel, and blocks until the kernel has recorded all ranks. Returns the
+    exit code: 1, without running anything, if the launch failed meanwhile.
+    """
     os.setsid()
     deadline = time.monotonic() + limits.FORK_TIMEOUT_S
     while (parent := os.getppid()) == between and time.monotonic() < deadline:
@@ -159,6 +175,7 @@ def _start_rank(
 
 
 def _set_streams(log: str) -> None:
+    """Redirect descriptors 1 and 2 to the end of a log file; Python's streams are made later."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)

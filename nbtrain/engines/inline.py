@@ -1,7 +1,7 @@
 """The inline engine: it runs one rank in the kernel itself, for a debugger and for tests.
 
 Breakpoints, ``print`` and ``%debug`` work as in any cell. But what the function does to the kernel
-(a device, a seed, a process group) stays, which the other engines avoid.
+(a device, a seed) stays, which the other engines avoid.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class InlineEngine(Engine):
     runs_in_kernel = True
 
     def check_options(self, plan: Plan) -> None:
-        """Refuse options without effect where the kernel is the only rank. Raises `PlanError`.
+        """Refuse options that have no effect where the kernel is the only rank.
 
-        They are restarts, the background, scaling, ``--no-sync`` and more than one rank, and those
-        that any engine refuses.
+        Raises `PlanError` for restarts, the background, scaling, ``--no-sync`` and more than one
+        rank, and for options of a TPU or a Ray cluster.
         """
         super().check_options(plan)
         count = plan.num_processes
@@ -54,7 +54,11 @@ class InlineEngine(Engine):
         return super().with_ranks(plan, 1)
 
     def start(self, job: Job) -> Ranks:
-        """Run the task in this process; return when it has ended. Raises `LaunchError`."""
+        """Serve the store and run the task in this process; return when the task has ended.
+
+        What the task raises, interrupts included, becomes the `error` of the returned ranks. Raises
+        `LaunchError` if a port or the store's process is refused; the task has not run then.
+        """
         listener = rendezvous.bind(job.plan.port)
         job = replace(job, port=listener.getsockname()[1])
         with contextlib.closing(rendezvous.StoreProcess(listener)):
@@ -96,7 +100,10 @@ class InlineEngine(Engine):
 
 
 def _with_own_namespace(job: Job) -> Job:
-    """Give a cell its own variables, so that its assignments do not reach the notebook."""
+    """Return the job with a copy of its cell's variables, so that assignments stay in the run.
+
+    The job is returned as it is if its task is a function.
+    """
     task = job.plan.task
     if not isinstance(task, Cell):
         return job

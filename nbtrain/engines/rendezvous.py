@@ -59,8 +59,9 @@ class StoreProcess:
     """A process that serves the store on a listening socket, which it owns, until `close`.
 
     The process is forked from this one, or from a `server` that has imported torch. Without
-    `forks`, this process serves the store. Raises `LaunchError` if that fails, or the server's
-    error. Ranks may connect at once, because the socket listens already.
+    `forks`, and on other systems than Linux, this process serves the store. Raises `LaunchError` if
+    that fails, or the server's error. Ranks may connect at once, because the socket listens
+    already.
     """
 
     def __init__(
@@ -99,9 +100,10 @@ class StoreProcess:
                 os.close(writer)
 
     def trouble(self) -> str:
-        """Return why the process has ended, or "" if it still serves. Never blocks.
+        """Return why the process has ended, or "" while it serves. Never blocks.
 
-        Without a process of its own (this process serves the store) it is always "".
+        The reason is read from a pipe, so only the first call after the end returns it; later ones
+        return that the process was killed. Always "" if this process serves the store.
         """
         if self.pid is None or not self._has_ended():
             return ""
@@ -136,9 +138,9 @@ def _run_forked_store(listener: socket.socket, parent: int, trouble: int) -> int
 
 
 def run_store(listener: socket.socket, trouble: int) -> int:
-    """Serve the store until this process is killed; return 1 if that fails.
+    """Limit this process's memory, and serve the store until it is killed; return 1 on failure.
 
-    An error, also one of torch, is written to the descriptor `trouble`, 500 bytes of it.
+    The error, also one of torch, is then written to the descriptor `trouble`, 500 bytes of it.
     """
     try:
         _limit_memory()

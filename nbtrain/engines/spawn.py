@@ -44,7 +44,10 @@ class SpawnEngine(Engine):
         self._server: fork_server.ForkServer | None = None
 
     def prepare(self, plan: Plan) -> None:
-        """Pickle what the ranks need. Raises `PlanError`, which names what cannot be pickled."""
+        """Pickle what the ranks need, and keep the pickle until `discard`.
+
+        Raises `PlanError`, which names what cannot be pickled, and on a system without fork.
+        """
         if not hasattr(os, "fork"):  # Windows: ranks could not be stopped or watched
             raise PlanError(
                 "this system cannot run ranks as separate processes. "
@@ -63,7 +66,11 @@ class SpawnEngine(Engine):
         return self._server.is_importing if self._server is not None else lambda: False
 
     def start(self, job: Job) -> Ranks:
-        """Start every rank. Raises `LaunchError`; no rank is running then."""
+        """Start every rank and the process of their store; return while they run.
+
+        Pickles the plan first if `prepare` did not. Raises `LaunchError` if a port or a process is
+        refused. Ranks that were started are killed before it is raised, and before an interrupt is.
+        """
         if self._parcel is None:
             self.prepare(job.plan)
         assert self._parcel is not None
@@ -84,7 +91,10 @@ class SpawnEngine(Engine):
 
 
 def begin_server(job: Job, modules: Sequence[str]) -> fork_server.ForkServer | None:
-    """Return a process that imports modules for a job's ranks; None if there cannot be one."""
+    """Start a process that imports modules for a job's ranks, or return the one that runs.
+
+    Returns None where there cannot be one; see `fork_server.begin`.
+    """
     inherited = accelerator_guard.env_without_checks(os.environ)
     own = rank_environment(job, job.world.begin if job.world else 0, inherited)
     given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
@@ -98,9 +108,10 @@ def add_ranks(
     parcel: payload.PackedPlan,
     server: fork_server.ForkServer | None,
 ) -> None:
-    """Fork ranks from the server, or, if that fails, start an interpreter for each.
+    """Fork ranks from the server, or start an interpreter for each; add them to `ranks`.
 
-    Raises `LaunchError`.
+    A server that cannot fork is ended. Raises `LaunchError` if an interpreter cannot be started;
+    those already in `ranks` run on, until the caller closes `ranks`.
     """
     if server is not None:
         orders = [_forked_order(job, rank, parcel) for rank in numbers]
@@ -116,7 +127,7 @@ def add_ranks(
 
 
 def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
-    """Return an order that also has the environment and the log of a new interpreter."""
+    """Return what the fork server needs to fork a rank: `_order`, the environment and the log."""
     inherited = accelerator_guard.env_without_checks(os.environ)
     return {
         **_order(job, rank, parcel),
@@ -126,7 +137,10 @@ def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, 
 
 
 def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
-    """Start one interpreter; return its pid. Raises `LaunchError`."""
+    """Start one interpreter, which writes to the rank's log and leads a session; return its pid.
+
+    The caller must reap it. Raises `LaunchError` if the system refuses the process.
+    """
     inherited = accelerator_guard.env_without_checks(os.environ)
     begin, ranks = (job.world.begin, job.world.ranks) if job.world else (0, job.world_size)
     log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -32,10 +32,10 @@ class Activity:
             self._busy_at[event.rank] = now
 
     def are_idle(self, ranks: Sequence[RankState], state: RunState, now: float) -> bool:
-        """Whether all ranks have been idle for half of `IDLE_NOTE_AFTER_S`, as seen in
-        repeated calls.
+        """Measure the ranks; return whether all have been idle for half of `IDLE_NOTE_AFTER_S`.
 
-        False if that is unknown: a rank runs on another host, or its process has ended.
+        Each call compares with the one before, so the first returns False. False, too, if a GPU of
+        this host is in use, if a rank is on another host, or if its process has ended.
         """
         pids = {r.rank: r.pid for r in ranks if r.pid is not None and not r.node}
         io_bytes, cpu_seconds = _io_bytes(pids), _cpu_seconds(pids)
@@ -76,9 +76,9 @@ class Activity:
 
 
 def _io_bytes(pids: Mapping[int, int]) -> dict[int, int]:
-    """Return the bytes that each process has read and written, by rank.
+    """Return the bytes that each process of this host has read and written, by rank.
 
-    Ranks on other hosts are absent.
+    A rank is absent where /proc does not show its process.
     """
     used: dict[int, int] = {}
     for rank, pid in pids.items():
@@ -89,9 +89,9 @@ def _io_bytes(pids: Mapping[int, int]) -> dict[int, int]:
 
 
 def _cpu_seconds(pids: Mapping[int, int]) -> dict[int, float]:
-    """Return the CPU seconds of each process and its descendants, by rank.
+    """Return the CPU seconds of each process of this host and its descendants, by rank.
 
-    Ranks on other hosts are absent.
+    A rank is absent if its process has ended.
     """
     import psutil
 

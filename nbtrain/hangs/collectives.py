@@ -208,7 +208,10 @@ def read_recorders(
 def _read_remote_recorders(
     folder: RunFolder, ranks: Collection[int], deadline: float
 ) -> dict[int, FlightRecord]:
-    """Request the records of ranks on other hosts, and return those that arrive by the deadline."""
+    """Request the records of ranks on other hosts, and return those that arrive by the deadline.
+
+    Deletes earlier replies first. A reply that cannot be parsed gives an empty record.
+    """
     for rank in ranks:
         folder.recorded(rank).unlink(missing_ok=True)
     folder.ask_remote("recorders", ranks)
@@ -248,7 +251,7 @@ def fetch_dump(socket_path: Path, timeout_s: float) -> tuple[bytes, float] | Non
 def _post(socket_path: Path, url: str, timeout_s: float) -> list[bytes]:
     """Return the reply in a list, which is empty if the process has no such recorder.
 
-    Raises `OSError` and `HTTPException`.
+    Raises `OSError` or `HTTPException` if the process does not reply in time.
     """
     connection = _UnixConnection(socket_path, timeout_s)
     try:

@@ -38,8 +38,9 @@ class OomKills:
     def explain_sigkill(self, *, node: str = "", memory_bytes: int | None = None) -> Cause:
         """Return why a rank of this host was killed by a SIGKILL that nbtrain did not send.
 
-        `node` is the name of this host if it is not the launcher's; `memory_bytes` is what the rank
-        used in its last measurement.
+        Call it once per rank: an explained death uses up one kill of the system's count. `node` is
+        the name of this host if it is not the launcher's, `memory_bytes` what the rank used in its
+        last measurement. Empty if the count cannot be read and `node` is "".
         """
         place = f" on {node}" if node else ""
         before, count = self._explained_kills, host.oom_kills()
@@ -74,9 +75,10 @@ class ExitCauses:
         self._oom_kills = None if ranks_stay else OomKills()
 
     def find_cause(self, rank: RankState, returncode: int | None, was_killed: bool) -> Cause:
-        """Return why a rank ended: out of memory or a full disk, else an empty `Cause`.
+        """Return what this host knows about the end of a rank; an empty `Cause` if nothing.
 
-        `was_killed`: nbtrain sent it SIGKILL. Empty, too, for a rank that reported a failure.
+        For a SIGKILL that nbtrain did not send (`was_killed`), that is whether memory ran out; call
+        it once per rank. For an exit code without a reported failure, it is a full disk.
         """
         folder = self._folder
         if returncode == -signal.SIGKILL:

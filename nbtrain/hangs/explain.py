@@ -93,7 +93,7 @@ def find_deadlock(seen: Observation) -> HangReport | None:
 
 
 def describe_places(stacks: Iterable[RankStack]) -> str:
-    """Return in words where ranks were, without the ranks whose stack is unknown."""
+    """Return in words where ranks were, at most `MAX_NAMED` places; "" if no stack is known."""
     by_rank = {stack.rank: stack for stack in stacks if stack.location is not None}
     seen = Observation(0.0, 0.0, {}, stacks=by_rank)
     return "; ".join(_describe_places(seen, by_rank, past=True))
@@ -157,7 +157,10 @@ def _explain_lingering_processes(seen: Observation) -> HangReport:
 
 
 def _exit_place(stack: RankStack | None) -> str:
-    """Return the user's line that a process runs while it exits, or why that is unknown."""
+    """Return the user's line that a process runs while it exits, or why that is unknown.
+
+    "" without a stack, and for a stack without a line of the user's.
+    """
     if stack is None:
         return ""
     ends = ("/finish_process.py", "/thread_joining.py")  # the frames below launched the rank
@@ -315,7 +318,10 @@ def _describe_places(seen: Observation, ranks: Iterable[int], *, past: bool = Fa
 
 
 def _describe_waits(waits: Mapping[int, Collective], pronoun: str) -> str:
-    """Return in words which ranks wait in which collective, one text per collective."""
+    """Return in words which ranks wait in which collective, for `MAX_NAMED` collectives at most.
+
+    `pronoun` ("it", "them") stands for the ranks that they wait for; with "" that is left out.
+    """
     by_call: dict[str, list[int]] = {}
     for rank, wait in waits.items():
         by_call.setdefault(wait.label if wait.number else wait.name, []).append(rank)

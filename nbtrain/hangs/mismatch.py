@@ -53,7 +53,10 @@ def _shape(text: str) -> tuple[int, ...] | None:
 def _explain_different_calls(
     rank: RankState, state: RunState, place_of: Callable[[RankState], str]
 ) -> str:
-    """Describe two ranks that called different collectives; "" if no two did."""
+    """Return how the calls of `rank` and of another failed rank differ; "" if no two do.
+
+    The text is a predicate of `rank`: "called all_reduce #8 (…), and rank 1 called …".
+    """
     own = collectives_of(rank)
     for other in state.ranks:
         others = collectives_of(other) if other.rank != rank.rank and other.error else {}

@@ -234,7 +234,8 @@ def _set_start_time(socket_path: str | Path, start_ns: int) -> None:
 def _end_of_records_ns() -> int:
     """Return a time right after all entries in the recorders: inherited, or of an earlier group.
 
-    Returns 0 if there are none, so that a clock that is set back hides no entry of the rank.
+    In nanoseconds since the epoch. 0 if there are none, so that a clock that is set back hides no
+    entry of the rank. Raises `AttributeError` if this torch has other private names.
     """
     import torch._C._distributed_c10d as c10d
 

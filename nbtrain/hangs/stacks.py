@@ -181,10 +181,11 @@ class SignaledRank:
 
 
 def read_stacks(folder: RunFolder, ranks: Iterable[int], timeout_s: float | None = None) -> Stacks:
-    """Return where `ranks` are now, one entry for each, in order.
+    """Signal `ranks`; return their stacks as they are now, one entry per rank, by rank.
 
-    Signals all of them, and waits up to `timeout_s` for replies (by default longer for ranks on
-    other hosts). An entry without a stack has the reason in `trouble`.
+    Waits up to `timeout_s` for replies (by default longer for ranks on other hosts). An entry
+    without a stack has the reason in `trouble`. Raises `FileNotFoundError` or `NbtrainError` if the
+    run's manifest is missing or cannot be read.
     """
     manifest = folder.read_manifest()
     cells: Mapping[str, str] = manifest.get("cells", {})
@@ -218,7 +219,7 @@ def _read_replies(
     """Yield each rank's reply when it is complete, or what is there at the deadline.
 
     A rank without a reply after half of `REPLY_TIMEOUT_S`, or of the time if that is less, waits in
-    C or hangs, and gets the other signal.
+    C or hangs: it is sent the signal that is answered without Python.
     """
     waiting, now = list(signaled), time.monotonic()
     retry_at = now + min(limits.REPLY_TIMEOUT_S, deadline - now) / 2
@@ -239,9 +240,10 @@ def _read_replies(
 def _worker_stacks(
     rank: SignaledRank, cells: Mapping[str, str], deadline: float
 ) -> Iterator[tuple[StackFrame, ...]]:
-    """Yield the stacks of a rank's forks, which inherited its signal handlers and its file.
+    """Signal a rank's child processes, and yield the main thread's stack of each that replies.
 
-    A child that executed another program has no handler, and the signal would kill it.
+    A forked child inherited the rank's handlers and file. A child that executed another program has
+    no handler, and the signal would kill it, so it is left out. Empty outside Linux.
     """
     import psutil
 
@@ -258,7 +260,10 @@ def _worker_stacks(
 
 
 def _has_handler(pid: int, number: int) -> bool:
-    """Whether a process handles a signal; assumed where the system is not Linux."""
+    """Whether a process handles a signal; always True where the system is not Linux.
+
+    Raises `OSError` if the process has ended.
+    """
     if sys.platform != "linux":
         return True
     return _is_in_mask("SigCgt", Path(f"/proc/{pid}/status"), number)
@@ -306,10 +311,11 @@ def _send_signal(pid: int, number: int) -> None:
 def send_signal(
     folder: RunFolder, rank: int, *, is_remote: bool = False
 ) -> SignaledRank | RankStack:
-    """Send a rank the signal if it has a handler for it; without one the signal would kill it.
+    """Send a rank the signal, and return what is needed to read its reply from its file.
 
-    A rank on another host (`is_remote`) gets its signal there, and its reply is copied into the
-    file here. If no signal was sent, the `RankStack` that is returned has the reason.
+    A rank without a handler is not signalled, because it would be killed. For a rank on another
+    host (`is_remote`), nothing is sent: the caller asks that host, and the reply is copied into the
+    file here. If the rank cannot be asked, a `RankStack` with the reason is returned.
     """
     path = folder.stacks(rank)
     try:
@@ -416,7 +422,10 @@ def _without_launcher(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
 def _read_kernel_stacks(
     rank: int, manifest: Mapping[str, Any], cells: Mapping[str, str]
 ) -> RankStack:
-    """Return the stacks of a rank that is a kernel itself (inline engine)."""
+    """Return the stacks of a rank that is this process itself (inline engine).
+
+    In another process than that kernel, `trouble` says that the kernel must be asked.
+    """
     if manifest["launcher"] != os.getpid():
         return RankStack(rank, trouble="runs in another kernel (inline engine): ask that kernel")
     frames = sys._current_frames()

@@ -135,7 +135,7 @@ def _describe_late_end(rank: RankState, state: RunState) -> str:
 def _explain_rank_failure(
     cause: Failure, failures: Sequence[Failure], state: RunState
 ) -> FailureReport:
-    """Return why the run failed; `cause` is the first of the ranks' `failures`."""
+    """Return why the run failed; `cause` is the one of `failures` that caused the others."""
     rank = state.ranks[cause.rank]
     # If native code ended a rank, only its log shows the reason.
     native_log = cause.log if (cause.returncode or 0) < 0 else ""
@@ -202,11 +202,11 @@ def diagnose(
     has_left: bool = False,
     code: str = "",
 ) -> tuple[str, str]:
-    """Return the kind of a failure and its headline.
+    """Return the kind of a failure (as in `FailureReport.kind`) and its headline.
 
-    `summary` is the failure in one line, `details` its whole text, `seen` the rank's evidence
-    (`nbtrain.worker.failure_evidence`), `has_left` whether it called an exit function, and `code`
-    the cause that its host knows (`exit_causes`).
+    `summary` is the failure in one line, `details` its whole text, `seen` the rank's evidence, and
+    `code` the cause that its host knows. `died`: the rank reported no exception, and `returncode`
+    is how it ended. `has_left`: it called an exit function.
     """
     text = "\n".join((summary, details))
     known = [code, *(finding.code for finding in seen)]
@@ -320,7 +320,10 @@ def _describe_gpu_memory(rank: RankState, state: RunState) -> str:
 
 
 def _describe_memory_growth(dead: RankState, state: RunState) -> str:
-    """Describe which rank's memory grew most, what it holds, and the age of the measurement."""
+    """Describe which rank's memory grew most, what it holds, and the age of the measurement.
+
+    The age is relative to the end of `dead`. "" if no rank's memory was measured.
+    """
     measured = [r for r in state.ranks if r.usage.memory and r.usage.measured]
     if not measured:
         return ""
@@ -340,7 +343,10 @@ def _describe_memory_growth(dead: RankState, state: RunState) -> str:
 
 
 def _list_evidence(cause: Failure, rank: RankState, kind: str, memory: str) -> list[str]:
-    """Return the evidence that the rank itself reported."""
+    """Return the place, exit code, memory and last step of a failure, one line each, if known.
+
+    Does not include `rank.evidence`. `memory` is a line that is passed on; "" for none.
+    """
     lines: list[str] = []
     if cause.error is not None and (frames := cause.error.frames):
         at = next((f for f in reversed(frames) if not f.is_library), frames[-1])
@@ -373,7 +379,10 @@ def _place(frame: TracebackFrame) -> str:
 
 
 def _gpu_shares(rank: RankState, state: RunState) -> list[str]:
-    """Describe how much of the rank's GPU each rank used in the last measurement."""
+    """Return one line on how much of the rank's GPU each rank used in the last measurement.
+
+    Returns a list, which is empty without a measurement of that GPU.
+    """
     gpus = state.host.gpus if state.host is not None else ()
     for index, name, used, total, *_ in gpus:
         if index == rank.usage.gpu:
@@ -409,8 +418,8 @@ def describe_other_ranks(cause: Failure, failures: Sequence[Failure], state: Run
 def final_lines(lines: list[str], count: int = 12) -> list[str]:
     """Return the lines of a log that show how a process died, about `count` of them.
 
-    These are the last lines, or the stack that faulthandler wrote, from the thread that crashed on.
-    The innermost of the user's lines is always among them.
+    After a crash, they are the stack that faulthandler wrote, from the thread that crashed on,
+    always with the innermost of the user's lines. Otherwise they are the last `count` lines.
     """
     crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")]
     if not crash:
@@ -448,7 +457,10 @@ _FILE_LINE = re.compile(r'^  File "([^"]+)", line (\d+)')
 
 
 def line_of_failure(rank: RankState) -> str:
-    """Return the line of the user's code that raised, from the traceback in the rank's log."""
+    """Return which line of the user's code raised: "line 5 of the cell", "train.py, line 5".
+
+    It is read from the traceback in the rank's log; "" if there is none of the user's code.
+    """
     log = list(rank.log)
     if ev.TRACEBACK_FOLLOWS in log:
         log = log[len(log) - log[::-1].index(ev.TRACEBACK_FOLLOWS) :]  # of the last attempt

@@ -153,7 +153,11 @@ class HangWatchdog:
     def _check_early(
         self, running: list[RankState], state: RunState, seen: Observation, now: float
     ) -> None:
-        """Check for a deadlock, and for idle ranks, before the silence counts as a hang."""
+        """Look for a deadlock, and for idle ranks, before the silence counts as a hang.
+
+        Starts a thread that reads the records, or, if all ranks are idle, lowers the silence that
+        `check` reports. Does nothing before the next check is due, and for ranks on other hosts.
+        """
         silence_s = min(seen.silence_s.values(), default=0.0)
         has_finding = self._limit_s != self._hang_after_s
         if silence_s < self._next_check_after_s or has_finding or self._thread is not None:
@@ -174,7 +178,11 @@ class HangWatchdog:
         self._thread.start()
 
     def _take_survey(self, silence_s: Mapping[int, float]) -> list[ev.Hang]:
-        """Return the result of a survey, unless its ranks have made progress since."""
+        """Take the result of a finished survey, and return its event, if it reports something new.
+
+        Empty if no survey has finished, it found nothing, or its ranks have made progress since.
+        Another survey can start afterwards.
+        """
         if self._surveys.empty():
             return []
         ranks, report, limit_s = self._surveys.get()
@@ -186,7 +194,10 @@ class HangWatchdog:
         return self._report(report)
 
     def _report(self, report: HangReport | None) -> list[ev.Hang]:
-        """Return an event for a new report, or one that clears the last report."""
+        """Remember a report, and return its event; None clears the last report.
+
+        Empty if the report is the same as the last one.
+        """
         if report == self._reported:
             return []
         self._reported = report
@@ -233,14 +244,20 @@ class HangWatchdog:
         return find_deadlock(replace(seen, stacks={stack.rank: stack for stack in read}))
 
     def close(self) -> None:
-        """Wait until a survey has ended, but not for remote ranks."""
+        """End a deadlock check, and wait for a survey to end, four times `REPLY_TIMEOUT_S` at most.
+
+        A survey of ranks on other hosts may still run in its thread afterwards.
+        """
         self._closing.set()
         if self._thread is not None:
             self._thread.join(4 * limits.REPLY_TIMEOUT_S)
 
 
 def _survey_ranks(folder: RunFolder, seen: Observation) -> Observation:
-    """Add the stacks of all silent ranks, and the flight records of some."""
+    """Signal the silent ranks; return the observation with their stacks and flight records.
+
+    Waits for the replies. Records are read of `MAX_SURVEYED` ranks at most.
+    """
     remote_s = limits.REMOTE_REPLY_TIMEOUT_S / 2
     # A run may be ended for the result, so ranks on a busy machine get more time, too.
     read = stacks.read_stacks(folder, seen.silence_s, remote_s)

@@ -31,10 +31,10 @@ from .supervisor import Interrupts, Supervisor
 
 
 def start(engine: Engine, job: Job, state: RunState, *, ends_with_kernel: bool) -> int | None:
-    """Start the supervisor of a run; return its process if it is a child of this process.
+    """Fork the supervisor of a run; return its pid if it is a child of this process.
 
-    Unless `ends_with_kernel`, return None: the supervisor is an orphan that outlives this
-    process. Raises `LaunchError`.
+    Unless `ends_with_kernel`, return None: the supervisor is an orphan that outlives this process.
+    Raises `LaunchError` if no process can be forked; the run is recorded as failed then.
     """
     random_state = random.getstate()  # Python seeds it again in a forked process
     watch = partial(
@@ -68,7 +68,10 @@ def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
 
 
 def _fork_supervisor(watch: partial[int], folder: RunFolder) -> int:
-    """Fork the supervisor and record its process number, so that its death is noticed."""
+    """Fork the supervisor; return its pid, which is recorded so that its death is noticed.
+
+    If it cannot be recorded, the supervisor is killed and the error raised.
+    """
     process = fork_process(watch)
     try:
         set_watching_process(folder, process)
@@ -118,6 +121,7 @@ class _KernelWatch(Companion):
         self._kernel, self._supervisor = kernel, supervisor
 
     def attend(self, state: RunState) -> bool:
+        """Request the end of the run if the kernel is no longer the parent; return False."""
         # Not PR_SET_PDEATHSIG: it is sent when the thread that forked ends, and only on Linux.
         if os.getppid() != self._kernel:
             self._supervisor.request_stop("because its kernel ended", hasty=True)

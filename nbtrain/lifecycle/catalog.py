@@ -91,7 +91,8 @@ def _row(info: RunInfo) -> tuple[str, ...]:
 def find_run(beginning: str = "") -> Run:
     """Return the run with a number, or a name or folder with this beginning; '' is the last run.
 
-    Raises `PlanError` if there is no such run, or more than one.
+    '' means the last run of this process, or without one the newest on disk. Raises `PlanError` if
+    there is no such run, or more than one, and `NbtrainError` if its folder is damaged.
     """
     last = last_run()
     if not beginning and last is not None:

@@ -132,10 +132,10 @@ class Follower:
         return is_watched(self._folder)
 
     def _end(self) -> None:
-        """Read the final state and complete the boards.
+        """Read the final state, complete the boards and set `over`.
 
-        If the folder cannot be read, the last state is kept, and a run that was not over is marked
-        as lost.
+        Also waits until the supervisor's process has exited, if it is a child. If the folder cannot
+        be read, the last state is kept, and a run that was not over is marked as lost.
         """
         try:
             self.state = read_state(self._folder)

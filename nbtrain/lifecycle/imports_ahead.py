@@ -86,8 +86,9 @@ def is_on() -> bool:
 def import_one_by_one(own: bool = False) -> Iterator[str]:
     """Yield the name of each module of `NAMES`, and import it at the next step of the iteration.
 
-    Only the main thread imports, and only if torch is imported. With `own`, the modules of nbtrain
-    that a launch needs come first. Raises `KeyboardInterrupt` if an import hangs.
+    Modules that are imported already, or failed, are left out. Yields nothing in other threads than
+    the main one, without torch, and if `is_on` is False. With `own`, the modules of nbtrain that a
+    launch needs come first. Raises `KeyboardInterrupt` if the user interrupts a long import.
     """
     if not is_on() or threading.current_thread() is not threading.main_thread():
         return
@@ -125,7 +126,10 @@ def _module_file(name: str) -> str:
 
 
 def _import_module(name: str) -> None:
-    """Import a module, and undo what this does to the environment; an error is only logged."""
+    """Import a module, and undo what this does to the environment; an error is only logged.
+
+    A module that failed is not imported ahead again. After an interrupt, which is raised, none is.
+    """
     global _variables_at_import
     _guard_forks()
     before = {*os.environ}

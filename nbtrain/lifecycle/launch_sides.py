@@ -81,7 +81,7 @@ class LaunchSide:
         failures: Mapping[int, int],
         options: Namespace,
     ) -> None:
-        """Handle a cell that will run next. Raises `PlanError`.
+        """Handle a cell that will run next; raise `PlanError` to refuse it.
 
         `raw` is its text, and `history` has the texts of the cells before it. `failures` maps the
         number of each cell that failed to the line of its error.
@@ -94,7 +94,10 @@ class LaunchSide:
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        """Return the part's companion of a run. Called before the ranks start."""
+        """Return the part's companion for a run; None without one.
+
+        Called before the ranks start.
+        """
         return None
 
 

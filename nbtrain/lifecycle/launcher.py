@@ -152,8 +152,8 @@ def launch(
 
     The function may be a lambda or a closure: the fork engine does not pickle it. nbtrain copies
     back what each rank returns, and the trained weights of the models among the arguments. If the
-    function has an argument with the same name as an option below, nbtrain takes the value, and
-    the function gets it only if it does not fit the option. To pass it to the function in any case,
+    function has an argument with the same name as an option below, nbtrain takes the value, and the
+    function gets it only if it does not fit the option. To pass it to the function in any case,
     give it by position, or with ``functools.partial``.
 
     Args:
@@ -204,10 +204,12 @@ def launch(
 
     Raises:
         PlanError: an argument cannot be used as written; nothing was started.
+        MissingExtra: a package that an option needs is not installed; nothing was started.
         PreflightError: the state of this process forbids the launch; nothing was started.
         LaunchError: the ranks could not be started.
         RankDied: a rank was killed or exited.
         RunTimeout: the timeout was exceeded, or the run hung (see `on_hang`).
+        ResultsLost: all ranks ended well, but what they trained could not be saved.
         KeyboardInterrupt: the run was interrupted; all ranks have ended.
         Exception: what the rank that failed first raised, with its own type.
     """
@@ -257,7 +259,8 @@ def notebook_launcher(
     Raises:
         PlanError: an argument cannot be used as written; nothing was started.
         LaunchError: the ranks could not be started, or the nodes did not meet.
-        PreflightError, RankDied, KeyboardInterrupt, Exception: see `launch`.
+        PreflightError, MissingExtra, RankDied, RunTimeout, ResultsLost, KeyboardInterrupt,
+            Exception: see `launch`.
     """
     given = with_article(type(function).__name__)
     if not callable(function):
@@ -291,7 +294,10 @@ def notebook_launcher(
 
 
 def _requested_port(use_port: str | int | None) -> int | None:
-    """Return the port that the caller chose; None for Accelerate's default."""
+    """Return the port that the caller chose; None for Accelerate's default, 0, None and "".
+
+    Raises `PlanError` if it is no number.
+    """
     text = "" if use_port is None else str(use_port)
     if text in ("", "0", "29500"):
         return None
@@ -305,8 +311,9 @@ def _requested_port(use_port: str | int | None) -> int | None:
 def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | None = None) -> Run:
     """Resolve a plan, check it, prepare its engine and execute it; return the run.
 
-    A background run is returned when its ranks have started. `noticed` are findings of the caller,
-    and `engine` is an engine that the plan cannot name: live ranks. Raises the error of the run.
+    A background run is returned when its ranks have started. Deletes runs that are no longer kept.
+    `noticed` are findings of the caller, and `engine` is an engine that the plan cannot name: live
+    ranks. Raises `PlanError`, `PreflightError`, `LaunchError`, or the run's error.
     """
     if api.active is not None:
         raise nested_launches.refusal("nbtrain")
@@ -377,7 +384,10 @@ def _replace_zero_ranks(plan: Plan) -> tuple[Plan, list[Finding]]:
 
 
 def _apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
-    """Apply the plan's config file. Raises `PlanError` if it cannot be used."""
+    """Return the plan with its config file applied, and findings about overridden settings.
+
+    A plan without a config file is returned as it is. Raises `PlanError` for an unusable file.
+    """
     try:
         return config_file.apply_config(plan)
     except PlanError as error:
@@ -406,7 +416,10 @@ def execute(
 
 
 def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
-    """Return all findings about a launch. Raises `PreflightError` or `PlanError`."""
+    """Return all findings about a launch.
+
+    Raises `PreflightError` or `PlanError` if one of them refuses the launch.
+    """
     findings = config_file.check_device(plan, device)
     if engine.checks_host:
         findings += _check_other_runs(plan, device)
@@ -461,8 +474,9 @@ def _start_in_background(
 ) -> Run:
     """Start a background run, and draw it; return it when its ranks have started.
 
-    Raises `LaunchError` if they cannot start, or if no thread can follow the run, which is stopped
-    then. An interrupt stops the run, too.
+    It becomes the last run, and runs that are no longer kept are deleted. Raises `LaunchError` if
+    the ranks cannot start, or if no thread can follow the run, which is stopped then. An interrupt
+    stops the run and is raised.
     """
     job, state = make_job(plan, device, engine, findings)
     prune_old_runs(job.folder, lambda: False)
@@ -502,7 +516,7 @@ def make_job(
     """Create the run's folder; return the ranks' job, and the run's state before they start.
 
     Writes this launch's log into the folder from now on. Sets nbtrain's clock by the system's,
-    unless a run is in the background.
+    unless a run is in the background. Raises `LaunchError` if the folder cannot be written.
     """
     world_size = plan.num_processes or 1
     if not background_runs():  # which would change the clock of a background run

@@ -49,9 +49,9 @@ def run_attempts(
 ) -> BaseException | None:
     """Start the ranks and watch them, attempt after attempt, until the run has ended.
 
-    Returns an exception of this process, such as a `LaunchError`, and does not raise it. The
-    exceptions of the ranks are in the run's folder. Between two attempts the files of the old one
-    are archived. The temporary folder of the run is deleted in any case.
+    Returns an exception of this process, such as a `LaunchError`, and does not raise it; None
+    without one. What other processes raised is in the run's folder. Before a new attempt, the old
+    one's results are renamed and its weights deleted. The temporary folder is deleted.
     """
     supervisor.interrupts = interrupts
     supervisor.companions += companions(job, engine, supervisor.request_stop)
@@ -162,6 +162,7 @@ def socket_folder() -> str:
 
 
 def _create_scratch() -> str:
+    """Create the run's temporary folder; return its path, or "" if the disk is full."""
     try:
         return tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=socket_folder())
     except OSError:  # the disk is full; most runs do not need it

@@ -120,7 +120,7 @@ class Run:
     def results(self) -> list[Any]:
         """What each rank returned, as a list; None for a rank that returned nothing or did not end.
 
-        Raises `NbtrainError` if the run's folder was deleted.
+        Raises `NbtrainError` if the run's folder was deleted, or a result in it is damaged.
         """
         return [self._result(rank) for rank in range(self.state.world_size)]
 
@@ -130,7 +130,10 @@ class Run:
         return self._result(0)
 
     def _result(self, rank: int) -> Any:
-        """Return what a rank returned. Raises `NbtrainError` if the file is damaged."""
+        """Return what a rank returned; None if it returned nothing, or nothing was saved.
+
+        Raises `NbtrainError` if the file is damaged, or the run's folder was deleted.
+        """
         if rank not in self._results:
             file: IO[bytes]
             try:
@@ -191,13 +194,16 @@ class Run:
 
     @property
     def exception(self) -> BaseException | None:
-        """What the cell raised, such as the exception of a rank; None after a success."""
+        """What the cell raised, such as the exception of a rank; None after a success.
+
+        None, too, before the run has ended.
+        """
         if self._error is None and self.state.is_over:
             self._error = self._find_error()
         return self._error
 
     def _find_error(self) -> BaseException | None:
-        """Return the exception that the cell raises for this run; none after a success."""
+        """Return the exception that the cell raises for an ended run; None after a success."""
         state = self.state
         if state.status == "interrupted":
             return KeyboardInterrupt(f"the run was stopped ({state.message})")
@@ -244,6 +250,7 @@ class Run:
 
         Raises:
             IndexError: the run has no such rank.
+            NbtrainError: the run's folder was deleted.
         """
         size = self.state.world_size
         if rank is None:
@@ -254,7 +261,10 @@ class Run:
         return "\n".join(self._log_lines(rank, tail))
 
     def _log_lines(self, rank: int, tail: int | None) -> list[str]:
-        """Return the lines that a rank printed: all, or the last `tail` of the last MiB."""
+        """Return the lines that a rank printed: all, or the last `tail` of the last MiB.
+
+        Empty without a log. Raises `NbtrainError` if the run's folder was deleted.
+        """
         try:
             with open_regular(self._folder.log(rank)) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -381,7 +391,8 @@ class Run:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 
         Print the result to read it. It takes milliseconds, or up to half a second if a rank cannot
-        answer. It also works for a run of another kernel on this host.
+        answer (3 s if ranks are on other hosts). It also works for a run of another kernel on this
+        host. Raises `NbtrainError` if the run's folder was deleted.
         """
         self._folder.check_exists()
         return stacks.read_stacks(self._folder, range(self.state.world_size))
@@ -452,6 +463,7 @@ def draw_live(run: Run, view: str = "auto") -> bool:
 
 
 def _create_mark(folder: RunFolder) -> Mark | None:
+    """Mark the run as in use, so that no kernel deletes it; None if the disk is full."""
     try:
         return Mark(folder)
     except OSError:  # the disk is full: other kernels may prune the run after its end
@@ -468,7 +480,11 @@ def _uninterruptible() -> Iterator[Interrupts]:
 
 
 def prune_old_runs(newest: RunFolder, is_over: Callable[[], bool], *, every: int = 1) -> None:
-    """Delete the oldest runs that are not kept, until `is_over`; only on each `every`-th call."""
+    """Delete the oldest runs that are not kept, and the weights of older ones that are.
+
+    Only on each `every`-th call. `newest` is a run that has just begun and stays, as do runs that
+    are running or in use. `is_over` ends the deleting early.
+    """
     global _runs_since_pruning
     _runs_since_pruning += 1
     if _runs_since_pruning >= every:
@@ -482,10 +498,11 @@ def last_run() -> Run | None:
 
 
 def last_run_folder() -> Path | None:
-    """Return the folder of the last run, for a comparison after the next one.
+    """Return the folder of the last run, to compare it with the one after the next run.
 
-    A caller must not keep the `Run`: the error of a cell that fails refers to the caller's frames,
-    so that each run and its error would keep the run before it in memory, back to the first.
+    None before the first run. A caller must not keep the `Run` itself: the error of a failed cell
+    refers to the caller's frames, so each run and its error would keep the run before it in memory,
+    back to the first.
     """
     run = last_run()
     return None if run is None else run.folder
@@ -515,7 +532,11 @@ def set_last_run(run: Run, in_background: bool = False) -> None:
 
 
 def mark_finished(run: Run, error: BaseException | None) -> None:
-    """Complete a run that the present cell watched to its end."""
+    """Detach a finished run from its supervisor; keep its state, small results and main curve.
+
+    `error` becomes `run.exception`; None leaves that to the state. The present cell counts as the
+    one that shows the run. Without large results, other kernels may delete its folder now.
+    """
     run._error = error
     with run._load_lock:  # another thread may be in `bring_home`
         run._state, run._watcher = run.state, None  # `Out` of IPython keeps the run

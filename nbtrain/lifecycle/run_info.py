@@ -175,7 +175,7 @@ def parameters(task: Task) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a truth value or a short text."""
+    """Whether a value is None, a number, a truth value or a short text."""
     if issubclass(type(value), str):
         return str.__len__(value) <= limits.MAX_PARAMETER_CHARS
     if type(value) is int:

@@ -115,10 +115,11 @@ class StopController:
     def decide(
         self, now: float, state: RunState, alive: Collection[int], *, pressed: bool, asked: str
     ) -> tuple[str, list[StopSignal]]:
-        """Return why a stop begins now ('' if none begins), and the signals to send.
+        """Begin a stop if there is a cause; return its reason ('' if none begins), and signals.
 
-        An interrupt during a stop kills the ranks at once. `pressed`: an interrupt came since the
-        last decision. `asked`: who requested a stop by a file in the run's folder, or ''.
+        The caller must send the signals: they count as sent. An interrupt during a stop kills the
+        ranks at once. `pressed`: an interrupt came since the last decision. `asked`: who requested
+        a stop by a file in the run's folder, or ''.
         """
         begins, signals = "", list[StopSignal]()
         if self.cause is None:

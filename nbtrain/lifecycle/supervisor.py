@@ -127,6 +127,7 @@ class Supervisor:
     ) -> None:
         """Watch the ranks of one attempt until all have ended, and read what they wrote.
 
+        Ranks that outlive SIGKILL for `UNKILLABLE_AFTER_S` are given up and recorded as ended.
         After the first poll, `begun` is called, unless all ranks have ended by then.
         """
         while ranks.alive and not ranks.pids and not self._stop.is_unkillable(time.monotonic()):
@@ -213,7 +214,10 @@ class Supervisor:
         return self._stop.cause == "failed" or (self._stop.cause is None and failed)
 
     def begin_attempt(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
-        """Wait `wait` seconds before another attempt; return False if the run is stopped then."""
+        """Record another attempt and forget the last one's stop, then wait `wait` seconds.
+
+        `reason` tells why the last attempt failed. Returns False if the run is stopped meanwhile.
+        """
         self._record([ev.Attempt(clock.now(), -1, number, reason)])
         self._retry_reason = reason
         self._end_watchdog()
@@ -229,10 +233,10 @@ class Supervisor:
         reason: str = "",
         pause: Callable[[float], object] = time.sleep,
     ) -> bool:
-        """Draw and accept stops while no rank runs; return False if the run was stopped.
+        """Wait while `is_pending`, draw and accept stops; return False if the run was stopped.
 
-        The board shows `reason` if the wait does not end at once. `pause` is called between two
-        calls of `is_pending`, with seconds.
+        For times when no rank runs. The board shows `reason` if the wait does not end at once.
+        `pause` is called between two calls of `is_pending`, with seconds.
         """
         shows_reason = reason and is_pending()
         if shows_reason:
@@ -258,6 +262,7 @@ class Supervisor:
         self._record([ev.RunNote.of(finding)])
 
     def _end_watchdog(self) -> None:
+        """Close the watchdog, and delete the ranks' recorder sockets from the run's folder."""
         self._watchdog.close()
         for rank in range(self.state.world_size):  # a copy of the folder would fail at a socket
             with contextlib.suppress(OSError):
@@ -278,7 +283,10 @@ class Supervisor:
             )
 
     def abort(self, message: str, code: str = "") -> None:
-        """Record that the run could not be started or watched."""
+        """Finish the run as failed, because it could not be started or watched.
+
+        Does nothing if the run is over. `message` and `code` are as for `finish`.
+        """
         if self.over.is_set():
             return
         self._stop.cause = "failed"
@@ -354,13 +362,17 @@ class Supervisor:
                 LOGGER.info("%s sent to %s (%s)", action, format_ranks(sorted(targets)), why)
 
     def _begin_stop(self, reason: str) -> None:
+        """Record and log that a stop has begun, which the stop policy decided; nothing for ""."""
         if not reason:
             return
         LOGGER.info("stopping the ranks: %s %s", self._stop.cause, self._stop.how)
         self._record([ev.Stopping(clock.now(), -1, reason)])
 
     def _describe_places(self) -> str:
-        """Return why ranks hang, or the lines that they are at now, before they are stopped."""
+        """Return why ranks hang, or the lines that they are at now; "" if neither is known.
+
+        Signals the ranks, and waits up to `REPLY_TIMEOUT_S` for them.
+        """
         if self.state.hang:
             return self.state.hang
         running = [rank.rank for rank in self.state.ranks if rank.status == "running"]
@@ -442,7 +454,10 @@ class DiskWatch:
         self._has_warned = False
 
     def recreate_folder(self, state: RunState) -> list[ev.Event]:
-        """Make the folder again if it was deleted: the ranks need it for their results."""
+        """Make the folder again if it was deleted: the ranks need it for their results.
+
+        Returns a note for the board, or an empty list if the folder is there or cannot be made.
+        """
         if not self._manifest or self._folder.manifest.exists():
             return []
         with contextlib.suppress(OSError):  # the disk is full; the next check may succeed
@@ -454,7 +469,10 @@ class DiskWatch:
         return []
 
     def check_space(self, world_size: int) -> list[ev.Event]:
-        """Warn once when the disk has too little space for what the ranks write."""
+        """Return a warning if the disk has too little space for what the ranks write.
+
+        It is returned once; every other call returns an empty list.
+        """
         if self._has_warned:
             return []
         space, trouble = host.space(self._folder.path), self._writer.trouble

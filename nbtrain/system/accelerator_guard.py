@@ -50,7 +50,10 @@ class AcceleratorInit:
 
     @property
     def place(self) -> str:
-        """The place as text: ``In[3], line 2: `torch.cuda.is_available()` ``."""
+        """The place as text: ``In[3], line 2: `torch.cuda.is_available()` ``.
+
+        Outside of cells, `statement`; without one, "before nbtrain was loaded".
+        """
         if self.cell is None:
             return self.statement or "before nbtrain was loaded"
         line = f", line {self.line}" if self.line is not None else ""
@@ -101,7 +104,10 @@ def cuda_is_initialized() -> bool:
 
 
 def _loaded_driver() -> Any:
-    """Return the CUDA driver if it is loaded. Searches again only after a library was loaded."""
+    """Return the CUDA driver library; None if this process has not loaded it.
+
+    Loads nothing. Searches again only after some library was loaded.
+    """
     global _driver, _loads_seen
     loads = _loads()
     if _driver is None and (loads is None or loads != _loads_seen):
@@ -152,10 +158,10 @@ def has_new_init() -> bool:
 def record_inits(
     cell: int | None = None, line: int | None = None, statement: str = ""
 ) -> list[AcceleratorInit]:
-    """Record what was initialised since the last record, with its place.
+    """Record what was initialised since the last record; return the new accelerators.
 
-    Returns only accelerators. A framework needs no warning: one process of JAX or TensorFlow can
-    use all devices.
+    A framework in use is recorded too, but not returned: one process of JAX or TensorFlow can use
+    all devices, so it needs no warning. The stack of `note_calls` is used up.
     """
     global _known, _calls
     accelerators = initialized_accelerators()
@@ -181,14 +187,21 @@ def history() -> tuple[AcceleratorInit, ...]:
 
 
 def first_cause(name: str) -> AcceleratorInit:
-    """Return where an accelerator was initialised, or a framework was used, if that is known."""
+    """Return where an accelerator was first found initialised, or a framework in use.
+
+    Records new initialisations first, without a cell. The result has no place if none was recorded
+    for `name`.
+    """
     record_inits()
     seen = (init for init in _history if init.name == name)
     return next(seen, AcceleratorInit(name))
 
 
 def keep_checks_harmless() -> None:
-    """Make ``torch.cuda.is_available()`` use NVML, so that it does not initialise CUDA."""
+    """Make ``torch.cuda.is_available()`` use NVML, so that it does not initialise CUDA.
+
+    Sets an environment variable, which child processes inherit. A value of the user stays.
+    """
     global _has_set_check
     if _NVML_CHECK not in os.environ:
         os.environ[_NVML_CHECK] = "1"

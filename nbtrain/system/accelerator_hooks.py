@@ -29,7 +29,11 @@ _places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def open_() -> None:
-    """Record from now on which code makes torch initialise CUDA."""
+    """Patch torch and Accelerate to record which code initialises an accelerator.
+
+    Also records where each Accelerator is made, for `place_of`. A library that is not imported yet
+    is patched after its import. A second call does nothing.
+    """
     if not _undo:
         _undo.append(when_imported("torch", _watch_torch))
         _undo.append(patch("accelerate.accelerator:Accelerator", "__init__", _note_place))
@@ -42,7 +46,7 @@ def open_() -> None:
 
 
 def close() -> None:
-    """Undo `open_`."""
+    """Remove the patches of `open_`, and end what `block` refuses."""
     global _blocking
     _blocking = False
     while _undo:
@@ -50,7 +54,10 @@ def close() -> None:
 
 
 def block(wanted: bool) -> bool:
-    """Refuse those calls from now on, or allow them; return the setting before."""
+    """Refuse calls that would initialise an accelerator, or allow them; return the old setting.
+
+    A refused call raises `AcceleratorBlockedError`.
+    """
     global _blocking
     before, _blocking = _blocking, wanted
     return before
@@ -73,12 +80,19 @@ def _can_be_initialized(*_: Any) -> bool:
 def _watch(
     owner: Any, name: str, action: str, matters: Callable[..., bool] = _can_be_initialized
 ) -> None:
-    """Call `_notice` before those calls of ``owner.name`` that matter."""
+    """Patch ``owner.name`` so that its calls go through `_notice`, until `close`.
+
+    `matters` gets a call's positional arguments, and returns whether to record or refuse it.
+    """
     _undo.append(patch(owner, name, functools.partial(_notice, action, matters)))
 
 
 def _notice(action: str, matters: Callable[..., bool], original: Any, *args: Any, **kw: Any) -> Any:
-    """Record the calls that led to an action if it matters now, or raise where that is blocked."""
+    """Call a patched function; if `matters` is true of the call, keep its stack first.
+
+    `note_calls` gets the stack. Raises `AcceleratorBlockedError` in place of such a call while
+    `block` is on.
+    """
     if matters(*args):
         if _blocking:
             raise AcceleratorBlockedError(
@@ -107,7 +121,10 @@ def _text(frame: traceback.FrameSummary) -> str:
 
 
 def _short(filename: str) -> str:
-    """Return a file's name without the folder that its package is in."""
+    """Return a file's path without its site-packages folder; "a cell" for a cell's file.
+
+    A file outside such a folder keeps its whole path.
+    """
     for folder in ("site-packages/", "dist-packages/"):
         if folder in filename:
             return filename.rpartition(folder)[2]
@@ -121,7 +138,11 @@ def _note_place(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> N
 
 
 def _user_place(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's code, as ``In[3], line 2: `Accelerator()` ``."""
+    """Return the innermost line of the user's code, as ``In[3], line 2: `Accelerator()` ``.
+
+    Searches from `frame` outwards, past constructors: the line is the one that constructs. ""
+    without a line of the user.
+    """
     while frame is not None:
         filename = frame.f_code.co_filename
         is_generated = filename.startswith("<") and not filename.startswith("<ipython-input-")

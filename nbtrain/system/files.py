@@ -47,7 +47,10 @@ def read_regular(path: Path, max_bytes: int = -1) -> bytes:
 
 
 def is_readable(file: int | HasFileno, seconds: float = 0.0) -> bool:
-    """Wait for bytes or the end of a file. Uses `poll`, because `select` fails for fds ≥ 1024."""
+    """Wait up to `seconds` for bytes or the end of a file; return whether either came.
+
+    Uses `poll`, because `select` fails for descriptors from 1024 on.
+    """
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(1000 * seconds))
@@ -80,10 +83,11 @@ class Tail:
         self._rest = b""
 
     def lines(self, *, flush: bool = False) -> list[bytes]:
-        """Return new complete lines without "\n"; with `flush`, an incomplete last one as well.
+        """Return new lines without newlines; with `flush`, an incomplete last one as well.
 
-        Empty if nothing was appended, or if the file does not exist. Raises `OSError` for any other
-        error, also for a path that is not a regular file.
+        Empty if no line was completed, or if the file does not exist. Reads `limit` bytes at most:
+        see `is_behind`. Raises `OSError` for any other error, also for a path that is not a regular
+        file.
         """
         try:
             data = self._read_new()  # may reset `_rest`
@@ -173,9 +177,10 @@ def reserve_beyond_end(descriptor: int, size: int) -> None:
 def write_atomically(
     path: Path, data: bytes | memoryview, *, modified: float | None = None
 ) -> None:
-    """Write a file of this user alone (0600) so that readers see all of it or nothing.
+    """Write or replace a file, for this user alone (0600), so that readers never see a part.
 
-    `modified` sets its time. Raises `OSError` and leaves no file then; an older one stays.
+    `modified` sets its modification time, in seconds since the epoch. After an error or an
+    interrupt, the path is as before. Raises `OSError`.
     """
     # The name is unique, because two processes may write at the same time.
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
@@ -197,10 +202,10 @@ OPEN = "can be written by other users"
 
 
 def open_own(path: Path) -> int:
-    """Open a file that this user owns for reading, and return the descriptor.
+    """Open a file of this user or root for reading, and return the descriptor.
 
-    Raises `NbtrainError` if it belongs to another user or is not a regular file (a link, a pipe, a
-    device), and `OSError`.
+    The caller closes it. Raises `NbtrainError` if the file belongs to another user or is not a
+    regular file (a link, a pipe, a device), and `OSError` if it cannot be opened.
     """
     try:
         descriptor = os.open(path, _READ)
@@ -222,11 +227,12 @@ def read_own(path: Path) -> bytes:
 
 
 def untrusted_reason(file: int | Path, *, is_folder: bool = False) -> str:
-    """Return why another user may have written a file or folder; "" if that is impossible.
+    """Return why a file or folder is not trusted, to follow its name in a sentence; "" if it is.
 
-    Only this user and root are trusted. Who can write to a folder can replace its files, except in
-    a sticky folder such as /tmp; a group without other members does not count. Links are not
-    followed. "" on Windows. Raises `OSError`.
+    It must be of the right type, not a link, and belong to this user or root. A folder that others
+    can write to is not trusted, unless it is sticky, as /tmp; a group without other members does
+    not count. Who can write to a file is not checked, and on Windows only the type is. Raises
+    `OSError`.
     """
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
@@ -244,7 +250,10 @@ def untrusted_reason(file: int | Path, *, is_folder: bool = False) -> str:
 
 
 def _has_others(group: int) -> bool:
-    """Whether a group has other members than this user. Many systems give each user a group."""
+    """Return whether a group has other members than this user and root.
+
+    Many systems give each user a group. False if an id has no name, as in a container.
+    """
     import grp
     import pwd
 
@@ -279,9 +288,10 @@ class ReservedFile:
             return False
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a file atomically, on a full disk into the reserved space, which is used up then.
+        """Write a file atomically; if that fails, write it into the reserved space.
 
-        Raises the `OSError` of the first try if the data does not fit there either.
+        The space is used up then. A file that exists cannot be replaced in this way. Raises the
+        `OSError` of the first try if the second fails, too.
         """
         try:
             write_atomically(path, data)
@@ -294,7 +304,11 @@ class ReservedFile:
                 raise error from None
 
     def _write_reserved(self, path: Path, data: bytes) -> bool:
-        """Write data into the reserved space, and link it to `path`; return whether it fits."""
+        """Write data into the reserved space, and link it to `path`; return whether it fits.
+
+        The space is used up then. Also False if the descriptor is another file's by now. Raises
+        `OSError` without a reserved space, or if `path` exists.
+        """
         descriptor = self._descriptor
         if os.fstat(descriptor).st_nlink:  # the user closed it, and another file has its descriptor
             return False
@@ -326,10 +340,10 @@ class FilePosition(NamedTuple):
 
 
 def file_positions() -> list[FilePosition]:
-    """Return the positions that a forked child would share with this process.
+    """Return this process's positions in regular files that it has open only for reading.
 
-    Files with a lock are left out, because a file that is opened again has no lock. Without /proc,
-    the result is empty.
+    A forked child would share them. Descriptors up to 2 and files with a lock are left out, because
+    a file that is opened again has no lock. Empty without /proc.
     """
     positions = []
     with contextlib.suppress(OSError):
@@ -385,7 +399,10 @@ def unshare_file_offsets(positions: Iterable[FilePosition]) -> None:
 
 @functools.cache
 def unshare_in_children() -> None:
-    """Unshare file offsets in every child that this process forks, such as DataLoader workers."""
+    """Unshare file offsets in every child that this process forks, such as DataLoader workers.
+
+    From now on; this cannot be undone. A second call does nothing.
+    """
     positions: list[FilePosition] = []
 
     def before() -> None:  # before the parent reads again
@@ -395,7 +412,10 @@ def unshare_in_children() -> None:
 
 
 def memory_descriptor() -> int | None:
-    """Return the descriptor of a file in memory, or None where that is not possible."""
+    """Create an empty file in memory and return its descriptor; None where that is not possible.
+
+    The caller closes it.
+    """
     try:
         return os.memfd_create("nbtrain")
     except (AttributeError, OSError):

@@ -63,10 +63,11 @@ class TorchBuild:
 
 
 def gpu_count(env: Mapping[str, str] = os.environ) -> int:
-    """Return how many GPUs the ranks will have: NVIDIA's from NVML, AMD's from their kernel driver.
+    """Return how many GPUs the ranks will have, from NVML or from AMD's kernel driver.
 
-    ``CUDA_VISIBLE_DEVICES`` and similar variables count as they do for the runtimes. A torch that
-    was built for neither has no GPU. CUDA and ROCm are not called, so the process can still fork.
+    Variables such as ``CUDA_VISIBLE_DEVICES`` count as they do for the runtimes. 0 if torch was
+    built for neither. Imports torch, but calls neither CUDA nor ROCm, so the process can still
+    fork.
     """
     import torch
 
@@ -248,10 +249,10 @@ def _call(nvml: Any, function: Any, *args: Any) -> Any:
 
 
 def rocm_uuids(root: Path = Path("/")) -> list[str]:
-    """Return AMD's GPUs from the list of their kernel driver (KFD), without loading ROCm.
+    """Return the UUIDs of AMD's GPUs, as their kernel driver (KFD) lists them.
 
-    A node with SIMDs is a GPU, and one without is a CPU. In a container, GPUs that it may not use
-    are listed but cannot be read.
+    ROCm is not loaded. A node with SIMDs is a GPU, and one without is a CPU. GPUs that a container
+    may not use cannot be read, and are left out.
     """
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     uuids: list[str] = []
@@ -265,7 +266,7 @@ def rocm_uuids(root: Path = Path("/")) -> list[str]:
 
 
 def rocm_visible(uuids: Sequence[str], env: Mapping[str, str]) -> list[int]:
-    """Return the GPUs that ROCm's variables make visible.
+    """Return the indices of the GPUs that ROCm's variables make visible.
 
     ROCR_VISIBLE_DEVICES is applied first, and then HIP_VISIBLE_DEVICES or, without it,
     CUDA_VISIBLE_DEVICES.

@@ -98,9 +98,10 @@ def _cgroup_memory(folder: Path) -> tuple[int, int] | None:
 
 
 def oom_kills(root: Path = _ROOT) -> int | None:
-    """Return how many processes the system has killed because memory ran out.
+    """Return how many processes the system has killed because memory ran out; None if unknown.
 
-    The count is of this process's cgroup if the cgroup has one, otherwise of the host.
+    The count is of this process's cgroup or of the nearest parent that counts, otherwise of the
+    host.
     """
     for folder in _cgroups(root, "memory"):
         for file in ("memory.events", "memory.oom_control"):
@@ -135,14 +136,17 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def shared_memory(root: Path = _ROOT) -> Space | None:
-    """Return the size of /dev/shm, which DataLoader workers use for batches (only on Linux)."""
+    """Return the size and the free bytes of /dev/shm, which DataLoader workers use for batches.
+
+    None on other systems than Linux, and without /dev/shm.
+    """
     if not sys.platform.startswith("linux"):
         return None
     return space(root / "dev/shm")
 
 
 def space(path: Path) -> Space | None:
-    """Return the size of the file system of `path`, or None."""
+    """Return the size and the free bytes of the file system of `path`; None if unknown."""
     try:
         stat = os.statvfs(path)
     except (OSError, AttributeError):
@@ -151,7 +155,10 @@ def space(path: Path) -> Space | None:
 
 
 def descriptors() -> Quota | None:
-    """Return this process's open descriptors and its soft limit (RLIMIT_NOFILE)."""
+    """Return how many descriptors this process has open, and its soft limit (RLIMIT_NOFILE).
+
+    None where the system does not list them.
+    """
     for folder in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
             return Quota(len(os.listdir(folder)) - 1, _soft_limit("RLIMIT_NOFILE"), "ulimit -n")
@@ -159,7 +166,7 @@ def descriptors() -> Quota | None:
 
 
 def processes(needed: int, root: Path = _ROOT, user: int | None = None) -> Quota | None:
-    """Return the tasks of this user and their limit (RLIMIT_NPROC, which counts threads).
+    """Return how many tasks this user has, and their limit (RLIMIT_NPROC, which counts threads).
 
     None without a limit or a count, for root, and if the whole host has so few tasks that `needed`
     more are possible in any case, because counting is slow.
@@ -187,7 +194,10 @@ def _tasks_of(user: int, proc: Path) -> int:
 
 
 def tasks(root: Path = _ROOT) -> Quota | None:
-    """Return the tasks of this cgroup and their limit (pids.max); None without one."""
+    """Return how many tasks this cgroup has, and their limit (pids.max); None without a limit.
+
+    Of a cgroup and its parents, the one that leaves room for the fewest.
+    """
     quotas: list[Quota] = []
     for folder in _cgroups(root, "pids"):
         limit, used = _number(folder / "pids.max"), _number(folder / "pids.current")
@@ -219,7 +229,10 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str, missing: int = 0) -> int:
-    """Return the number after `name` in a file with lines such as ``oom_kill 3``."""
+    """Return the number after `name` in a file with lines such as ``oom_kill 3``.
+
+    `missing` without such a line or file.
+    """
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdecimal():

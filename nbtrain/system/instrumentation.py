@@ -55,13 +55,14 @@ def _open_scopes() -> list[list[Undo]]:
 def patch(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
     """Replace ``owner.name`` by a function that calls ``around(original, *args, **kwargs)``.
 
-    `owner` is a module, a class, an object, or the name of a module or class (see above). The
-    arguments are those of the underlying function: for a method they begin with `self`, for a class
-    method with the class, and a property has only `self`. The same `around` on the same attribute
-    is applied once. If the owner lacks the attribute, nothing is patched, because private names
-    change between versions and must not make an import fail.
+    Returns a function that undoes the patch; the end of the current `scope` undoes it as well.
+    `owner` is a module, a class, an object, or the name of a module or class (see above), which is
+    patched once it is imported. The arguments are those of the underlying function: for a method
+    they begin with `self`, for a class method with the class, and a property has only `self`.
 
-    A patched call takes about 200 ns more.
+    The same `around` on the same attribute is applied once. If the owner lacks the attribute,
+    nothing is patched, because private names change between versions and must not make an import
+    fail. A patched call takes about 200 ns more.
     """
     return _on(owner, name, around, _detour)
 
@@ -177,7 +178,10 @@ def _own(owner: Any, name: str) -> Any:
 
 
 def _on(owner: Any, name: str, change: Any, wrap: _Wrap | None) -> Undo:
-    """Patch an owner now, or when it is imported, for the calling module."""
+    """Patch an owner now, or when it is imported; return what undoes or cancels the patch.
+
+    `patches` lists it as made by the module that called `patch` or `replace`.
+    """
     by = str(sys._getframe(2).f_globals.get("__name__", "?"))
     if not isinstance(owner, str):
         return _make(owner, name, change, by, wrap)
@@ -268,7 +272,10 @@ class _AfterImport:
         self._searching: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Remove a module without actions."""
+        """Stop waiting for a module that has no actions left.
+
+        Without a module to wait for, the finder is removed from `sys.meta_path`.
+        """
         if not self.actions.get(name):
             self.actions.pop(name, None)
         if not self.actions and self in sys.meta_path:

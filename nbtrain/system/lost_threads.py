@@ -35,7 +35,11 @@ def _threads() -> tuple[str, ...]:
 
 
 def notebook_threads() -> list[threading.Thread]:
-    """Return the notebook's threads, without those that Python restarts in a rank."""
+    """Return the Python threads of the user's code that a forked rank lacks.
+
+    Left out are the calling thread, the kernel's own, and those that are restarted in a rank or
+    wait for work in a pool.
+    """
     frames = sys._current_frames()
     here = threading.current_thread()
     return [

@@ -26,9 +26,10 @@ def prctl(option: Prctl, value: Any) -> None:
 
 
 def process_identity(pid: Any) -> str | None:
-    """Return an identity that a later process with the same pid does not have, or None.
+    """Return an identity that a later process with the same pid does not have.
 
-    On Linux this is the clock tick of its start and the id of the boot. psutil's start time would
+    None if no process with that pid runs (a zombie does not), and for a pid that is no int. On
+    Linux this is the clock tick of its start and the id of the boot: psutil's start time would
     change when the clock is set. Raises `OSError` if this process is out of descriptors.
     """
     if type(pid) is not int:

@@ -90,7 +90,10 @@ def shorten(text: str, width: int) -> str:
 
 
 def strip_escapes(line: str, width: int = 400) -> str:
-    """Return what a terminal would show of a line after all overwrites, without colours."""
+    """Return what a terminal shows of a line after all overwrites, without colours.
+
+    It is cut to `width` characters. Other control characters are removed, except tabs.
+    """
     text = _ANSI.sub("", line[-16 * width :]).rstrip("\r")
     return shorten(_CONTROL.sub("", text.rsplit("\r", 1)[-1]), width)
 
@@ -119,7 +122,10 @@ def text_of_html(html: str) -> str:
 
 
 def strip_escapes_by_line(text: str | None) -> str | None:
-    """Return lines without escapes. Overwritten parts stay."""
+    """Return a text without escapes, each line cut to 2,000 characters.
+
+    Overwritten parts of a line stay, such as the states of a progress bar. None stays None.
+    """
     lines = (text or "").replace("\r", " ").split("\n")
     return text and "\n".join(strip_escapes(line, 2000) for line in lines)
 

@@ -177,10 +177,12 @@ def engine(torch_version: str) -> str:
 
 
 def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: str = "xla") -> int:
-    """Return how many processes to start. Raises `PlanError`, which names the possible numbers.
+    """Return how many processes to start: `asked`, or for None one per chip.
 
-    torch_xla starts one process, on one chip, or one per chip. torch_tpu reports at its start which
-    other numbers of chips it can connect.
+    torch_xla starts one process, on one chip, or one per chip, also if `asked` is the number of
+    devices. torch_tpu may start fewer, and reports at its start which numbers of chips it can
+    connect. Raises `PlanError` without a TPU, for a slice of several hosts, and for a number that
+    is not possible: then it names the possible ones.
     """
     if tpu is None:
         reasons = signs(env=env)

@@ -34,7 +34,10 @@ def offset() -> float:
 
 
 def follow(offset: float) -> None:
-    """Have the time of another process of this host, which may have begun before a jump."""
+    """Make `now` return the time of another process of this host, given its `offset`.
+
+    That process may have begun before the clock was set.
+    """
     global _offset
     _offset = offset
 

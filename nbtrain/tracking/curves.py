@@ -167,13 +167,13 @@ class Series:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest value."""
+        """The lowest and the highest value. Raises `ValueError` for a series without bins."""
         bins = self.bins.values()
         return min(map(itemgetter(1), bins)), max(map(itemgetter(2), bins))
 
     @property
     def span(self) -> tuple[float, float]:
-        """The first and the last step."""
+        """The first and the last step. Raises `ValueError` for a series without bins."""
         places = list(map(itemgetter(0), self.bins.values()))
         return min(places), max(places)
 
@@ -331,6 +331,7 @@ class CurvesDraft:
 
 
 def _draft(drafts: dict[str, Series], known: Mapping[str, Series], name: str) -> Series:
+    """Return the draft of a curve; begin it as a copy of the known curve, or empty."""
     draft = drafts.get(name)
     if draft is None:
         draft = drafts[name] = known[name].copy() if name in known else Series()

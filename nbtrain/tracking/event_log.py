@@ -182,7 +182,10 @@ class EventWriter:
                 self.trouble = self.trouble or error
 
     def close(self) -> None:
-        """Close the file. Later writes are lost."""
+        """Close the file, and free the space reserved for it. Later writes are lost.
+
+        Raises `OSError` if it is closed already.
+        """
         descriptor, self._fd = self._fd, -1
         if self._reserved:
             with contextlib.suppress(OSError):  # free the reserved space

@@ -536,7 +536,10 @@ def _check_type(*types: type) -> Check:
 
 
 def _check_evidence(value: Any) -> Evidence:
-    """Check evidence, which had only texts up to version 0.2."""
+    """Return evidence as pairs of a code and a text; leave out what is no such pair.
+
+    Up to version 0.2, it had only texts: their code is "". Raises `TypeError` for what is no list.
+    """
     pairs = (["", each] if type(each) is str else each for each in _list(value))
     fit = (pair for pair in pairs if type(pair) is list and len(pair) == 2)
     return tuple((code, text) for code, text in fit if type(code) is type(text) is str)

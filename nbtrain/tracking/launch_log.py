@@ -54,7 +54,10 @@ class LaunchLog(logging.Handler):
         return os.getpid() == self._process
 
     def keep_in(self, path: Path) -> None:
-        """Write earlier and later records to a file."""
+        """Write the launch's records to a file from now on, and first those kept in memory.
+
+        Does nothing in another thread than the launch's.
+        """
         if self._thread != threading.get_ident():
             return
         self._path = path
@@ -63,10 +66,11 @@ class LaunchLog(logging.Handler):
         self._lines.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record of this thread on one line, and print it if its level is high enough.
+        """Write a record of the launch's thread as one line to the log, from INFO on.
 
-        Also passes it on to the handlers of the root logger. Raises nothing. The supervisor of a
-        background run only writes the file.
+        Also prints it if its level is high enough, and passes it on to the handlers of the logger
+        ``nbtrain``; the supervisor of a background run does neither. Records of other threads are
+        ignored. Raises nothing.
         """
         if record.thread != self._thread:
             return
@@ -139,6 +143,9 @@ def keep_in(path: Path) -> None:
 
 
 def printed_in(path: Path) -> str:
-    """Return the end of what processes printed into a ``launcher.log``, without its records."""
+    """Return the end of what processes printed into a ``launcher.log``, without its records.
+
+    At most 500 characters; "" without such a file.
+    """
     lines = last_bytes(path).decode("utf-8", "replace").splitlines()
     return "\n".join(line for line in lines if not _LINE.match(line)).strip()[-500:]

@@ -58,7 +58,10 @@ def is_in_use(folder: RunFolder) -> bool:
 
 
 def _is_valid(mark: Path) -> bool:
-    """Whether a mark is of a running process, or of another host and recent."""
+    """Return whether a mark is of a running process, or of another host and recent.
+
+    True if that cannot be known, as without descriptors. False for a file that is no mark.
+    """
     try:
         user = json.loads(read_regular(mark, 1 << 16))
         if user["host"] != platform.node():
@@ -76,20 +79,21 @@ def prune(
     newest: RunFolder | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Delete all runs except the newest `keep`, those in use, and those that still run.
+    """Delete old runs and the weights of others; skip those in use and those that still run.
 
-    The newest are those that ended last, so that a run of days is not deleted because many short
-    runs ended during it. A folder is renamed before it is deleted, so that readers see all of a run
-    or nothing. Scaling measurements are counted apart, and older runs lose their weights.
+    The `keep` runs that ended last stay, and `limits.MAX_RUNS` scaling measurements. Only the last
+    `limits.MAX_RUNS_WITH_WEIGHTS` of them keep their weights, and as many runs whose weights no
+    notebook has loaded. A folder is renamed before it is deleted, so that readers see all of a run
+    or nothing.
 
-    `newest` is a run that has just begun. It counts as the newest also if the clock was set back:
-    otherwise each new run would be deleted first. `is_over` ends the deleting early, for an
+    `newest` is a run that has just begun. If the clock was set back, its manifest gets a later
+    time: otherwise each new run would be deleted first. `is_over` ends the deleting early, for an
     interrupt: on a slow disk it takes seconds.
     """
 
     def choose(folders: list[RunFolder], count: int) -> Iterator[RunFolder]:
         """Yield what to delete so that `count` folders stay."""
-        for folder in folders[:-count]:
+        for folder in folders[: max(0, len(folders) - count)]:
             if is_over():
                 return
             if not is_watched(folder, limits.REMOTE_RUN_KEPT_S) and not is_in_use(folder):

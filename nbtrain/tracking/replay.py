@@ -68,7 +68,8 @@ def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:
 def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest") -> RunState:
     """Return the state of a run before its first event.
 
-    What older versions did not write has a default. Raises `NbtrainError`, which names `place`.
+    What older versions did not write has a default. Raises `NbtrainError`, which names `place`, if
+    a newer nbtrain wrote the manifest, or its number of ranks or its time is not valid.
     """
     ranks: Any = manifest.get("num_processes")
     created: Any = manifest.get("created")
@@ -169,7 +170,8 @@ def split_closing(
 ) -> tuple[list[ev.Event], list[ev.Event]]:
     """Return the events to fold now, and those that close ranks, to fold after all others.
 
-    Adds to `closing`. The events that close an attempt are folded before the next attempt.
+    The second list goes into the next call as `closing`; the list that was passed is changed and
+    not to be used again. The events that close an attempt are folded before the next attempt.
     """
     ready: list[ev.Event] = []
     for event in events:
@@ -199,7 +201,11 @@ def _events_by_time(tail: Tail) -> Iterator[tuple[float, ev.Event]]:
 
 
 def _read_log_end(path: Path, rank: int) -> tuple[ev.Output | None, int]:
-    """Return the last lines of a log, with the number of earlier lines, and its size in bytes."""
+    """Return the last lines of a log as an event, and the log's size in bytes.
+
+    The event has the file's time and the number of earlier lines. It is None for an empty log;
+    (None, 0) without a log. Raises `OSError` if the log cannot be read.
+    """
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())

@@ -22,7 +22,11 @@ _watches: dict[str, GpuWatch] = {}
 
 
 def _watch(purpose: str, delay: float, interval: float) -> GpuWatch | None:
-    """Start to watch the GPUs, unless the driver still blocks the thread of the last watch."""
+    """Start a thread that watches the GPUs, and return the watch.
+
+    None if the last watch for this purpose still runs: the driver may block its thread for minutes.
+    `delay` and `interval` are in seconds.
+    """
     last = _watches.get(purpose)
     if last is not None and not last.is_over:
         return None
@@ -31,10 +35,11 @@ def _watch(purpose: str, delay: float, interval: float) -> GpuWatch | None:
 
 
 def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMemory]:
-    """Yield the GPUs' memory; with `before`, as soon as it is as low as before.
+    """Wait for a measurement of the GPUs' memory, and yield it; nothing unless on CUDA.
 
-    Memory that is not freed within a second is reported as it is. A driver that does not answer
-    keeps its thread, and is not called again.
+    With `before`, waits until the memory is as low as then, and after a second yields what it is.
+    Also yields nothing if the driver does not answer within `limits.DRIVER_TIMEOUT_S`: it keeps its
+    thread, and is not called again.
     """
     watch = _watch("ends", 0.0, 0.05) if device == "cuda" else None
     if watch is None:
@@ -166,7 +171,10 @@ def gpu_use(pid: int, gpus: Iterable[Gpu]) -> tuple[int | None, int | None]:
 
 
 def _usage(process: Any) -> tuple[int, float]:
-    """Return the bytes of a process (USS, or RSS if that is unknown), and its CPU seconds."""
+    """Return the bytes of a process (USS, or RSS if that is unknown), and its CPU seconds.
+
+    (0, 0.0) if it has ended or cannot be read.
+    """
     import psutil
 
     with contextlib.suppress(psutil.Error):

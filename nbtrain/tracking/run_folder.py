@@ -108,7 +108,10 @@ class RunFolder:
 
     @property
     def reply_folder(self) -> RunFolder:
-        """The folder where ranks on other hosts reply; for a run of live ranks, theirs."""
+        """The folder where ranks on other hosts reply.
+
+        For a task of live ranks, it is the folder of the ranks, not of the task.
+        """
         return RunFolder(self.questions.resolve().parent)
 
     def ask_remote(self, subject: str, ranks: Collection[int]) -> None:
@@ -133,7 +136,7 @@ class RunFolder:
 
     def cells(self) -> dict[str, str]:
         """Return the names of cells (``In[3]``) by their files, if they are known."""
-        with contextlib.suppress(OSError, NbtrainError):  # the folder was deleted
+        with contextlib.suppress(OSError, NbtrainError, TypeError, ValueError):  # deleted, damaged
             return dict(self.read_manifest().get("cells", {}))
         return {}
 
@@ -169,7 +172,11 @@ def root() -> Path:
 
 
 def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
-    """Make a private folder for a new run. Raises `LaunchError` if it cannot be written."""
+    """Make a private folder for a new run, with its manifest, and return it.
+
+    Takes a run number, and makes the folder of all runs private to this user. Raises `LaunchError`
+    if it cannot be written, or if other users could change it.
+    """
     label = re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:24] or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
@@ -194,7 +201,10 @@ def _unwritable(error: OSError) -> str:
 
 
 def trouble() -> str:
-    """Return why `create` would fail now, or "". Creates nothing."""
+    """Return why `create` would fail now, or "".
+
+    Writes 4 KiB to a temporary file to find out; nothing of it stays.
+    """
     try:
         place = next(path for path in (root(), *root().parents) if path.exists())
         owner = place.stat().st_uid
@@ -210,9 +220,10 @@ def trouble() -> str:
 
 
 def _next_number() -> int | None:
-    """Return the number of a new run, one more than the last one; None if that is unknown.
+    """Take the number of a new run, one more than the last one; None if that is not possible.
 
-    Runs that start in several kernels at the same time get different numbers.
+    Records it as taken, in a file beside the runs, so that no other run gets it. None on Windows,
+    if the file cannot be written, and while another kernel takes a number.
     """
     try:
         import fcntl  # missing on Windows
@@ -247,7 +258,11 @@ _NUMBERED = re.compile(r"(?:(.*\S)\s*#|#?)(\d{1,7})")
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder that only its owner can write. Raises `LaunchError`, `OSError`."""
+    """Make a folder that only its owner can use; one that exists loses the rights of others.
+
+    Raises `LaunchError` if it belongs to another user or others can still write to it (not checked
+    for root), and `OSError` if it cannot be made.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()  # it may be a link that the user made
     uid = os.geteuid() if hasattr(os, "geteuid") else status.st_uid
@@ -268,7 +283,10 @@ def _distrust_reason(folder: Path) -> str:
 
 
 def request_stop(folder: RunFolder, how: str) -> None:
-    """Request that the run ends; `how` names the requester. Raises `NbtrainError`."""
+    """Request that the run ends, by a file in its folder; `how` names the requester.
+
+    On a full disk the name may be lost. Raises `NbtrainError` if the file cannot be written.
+    """
     with contextlib.suppress(OSError):
         return write_atomically(folder.stop_request_file, how.encode())
     try:  # an empty file can be created on a full disk
@@ -307,7 +325,10 @@ def set_watching_process(folder: RunFolder, pid: int) -> None:
 
 
 def recreate(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
-    """Create the folder of a running run again after it was deleted. Raises `OSError`."""
+    """Create a running run's folder again after it was deleted, with its manifest.
+
+    The manifest names this process as the one that watches the run. Raises `OSError`.
+    """
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a rank may have created it
     _write_manifest(folder, manifest, os.getpid())
 
@@ -408,17 +429,21 @@ def _paths() -> list[Path]:
 
 
 def _time_on_disk(folder: Path) -> float:
-    """Return the time of a file that is written now, by the file server's clock."""
+    """Return the time of a file that is written now, by the file server's clock.
+
+    Creates and deletes a temporary file; without it, by this host's clock.
+    """
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
     return time.time()
 
 
 def is_watched(folder: RunFolder, silence_s: float = limits.REMOTE_RUN_SILENCE_S) -> bool:
-    """Whether the process that watches the run is alive and has not written its end yet.
+    """Return whether the process that watches the run is alive and has not written its end yet.
 
-    A process on another host cannot be checked: it counts as alive until the run's files have not
-    changed for `silence_s`.
+    True also without a manifest (the run is starting, or being deleted), and if this process is out
+    of descriptors; False if the manifest is damaged. A process on another host cannot be checked:
+    it counts as alive until the run's files have not changed for `silence_s`.
     """
     try:
         manifest = folder.read_manifest()

@@ -91,7 +91,10 @@ class TrainingProgress(ev.TrainingCounts):
 
     @property
     def bar(self) -> ProgressBar | None:
-        """A bar of the loader's batches, for a loop without a progress bar."""
+        """A bar of the loader's batches, for a loop without a progress bar.
+
+        Without known batches, a bar of the steps; None before the first step.
+        """
         if self.batch is None:
             steps = ProgressBar(self.steps, None, self.elapsed, "", "step", time=self.time)
             return steps if self.steps else None

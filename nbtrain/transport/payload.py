@@ -395,7 +395,8 @@ def _make_cached(function: Any, parameters: dict[str, Any]) -> Any:
 def shell_of_rank() -> Any:
     """Return the IPython shell of this process, so that magics of the cell work in a rank.
 
-    Makes it if it does not exist: its namespace is ``__main__``, and it keeps no history.
+    Makes it if it does not exist: its namespace is ``__main__``, and it keeps no history. From now
+    on, its `clear_output` does nothing.
     """
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config

@@ -56,7 +56,7 @@ def total_epochs(state: RunState) -> int:
     """Return how many epochs the run will make; 0 if that is unknown.
 
     Epochs before one that a run resumes from do not count. Without a known loop, this is the total
-    of the outermost progress bar, if that is one of epochs.
+    of a rank's outermost progress bar, if another bar is inside it or it is named "epochs".
     """
     known = progress(state)
     if known.epochs is not None:

@@ -32,9 +32,10 @@ def lines_of(rank: RankState, state: RunState, count: int) -> tuple[str, ...]:
 
 
 def cut_traceback(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return lines of a rank up to nbtrain's line before the traceback that ended it.
+    """Return a rank's lines without the traceback that ended it.
 
-    That is the last `TRACEBACK_FOLLOWS`. Without it, returns all lines.
+    The last line that equals `TRACEBACK_FOLLOWS` is cut off, with all lines after it. Without such
+    a line, returns all lines.
     """
     if ev.TRACEBACK_FOLLOWS not in lines:
         return lines

@@ -33,7 +33,8 @@ _EPOCHS = re.compile(r"(epochs?|ep|e)\W*", re.I)
 def metrics(rank: RankState, limit: int = 6, *, but: Collection[str] = ()) -> str:
     """Return the last metrics of a rank, the most important first: ``loss 0.2315 · lr 0.001``.
 
-    Those named in `but` are left out; beyond `limit`, it ends with their number. "" without any.
+    Metrics named in `but` are left out. With more than `limit`, the text ends with the number of
+    those not shown: ``4 more``. "" without any.
     """
     rest = sorted((name for name in rank.metrics if name not in but), key=metric_order)
     shown = [f"{name} {format_number(rank.metrics[name])}" for name in rest[:limit]]
@@ -54,8 +55,8 @@ def position(rank: RankState) -> str:
 def bar_positions(rank: RankState) -> str:
     """Return a rank's position in its loops, the outermost first: ``epoch 2/3 › batch 20/45``.
 
-    Without known loops around its steps, returns the position of its progress bars, of at most
-    three outer ones; "" without a bar.
+    Without known loops, returns the positions of its progress bars: up to three outer ones and the
+    innermost. Without a progress bar, returns the position in the loader's batches, or "".
     """
     loops = rank.progress.loops if rank.progress is not None else ()
     if loops and rank.progress is not None:
@@ -155,10 +156,11 @@ def badge(rank: RankState) -> str:
 
 
 def mark_late_ranks(state: RunState) -> RunState:
-    """Return the state with marks on running ranks that are stopping, or have not joined yet.
+    """Return the state with late running ranks marked, in their status or phase.
 
-    A rank that has not joined while others already join has no mark of its own. Without such ranks,
-    returns the state itself.
+    While the run stops, running ranks get the status "stopping". While a rank joins the others,
+    running ranks without any phase so far get the phase "not joined yet". Otherwise returns the
+    state itself.
     """
     running = [rank for rank in state.ranks if rank.status == "running"]
     if state.status == "stopping":

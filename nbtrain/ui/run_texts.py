@@ -32,11 +32,11 @@ from .limits import MAX_RANK_ROWS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
-    """Return the position of the slowest active rank, short and in detail.
+    """Return the position of the slowest active rank, as (short, detail).
 
-    Of one bar, its description and ``40/100 batches``, or only the latter, as the short one. Of
-    several bars, the share that is done, if known, and their places. Of known loops, "" and their
-    places. Without a bar, both are "".
+    In known loops, it is ("", the place in each loop). With progress bars, it is (the share of the
+    epoch or "", the place of each bar). With neither, it counts batches or steps: (the epoch,
+    "40/100 batches"), or ("40/100 batches", "") in an unknown epoch. ("", "") before that.
     """
     ranks = [rank for rank in state.ranks if rank.bar is not None]
     # The slowest active rank: the share that is shown beside this is of that rank, too.
@@ -167,10 +167,10 @@ def _has_moved(state: RunState) -> bool:
 
 
 def _phases(state: RunState) -> list[tuple[str, float]]:
-    """Return the phases of the foremost rank before its first step, each with its start.
+    """Return the phases of the foremost rank before its first step, as (name, start).
 
-    The first is "", the user's code; after the first step, the last is "first batch". The starts
-    are seconds since the epoch, as event times.
+    The first is "", the user's code. If the training has requested a batch and no other phase runs,
+    the last is "first batch". Starts are in seconds since the epoch, as event times.
     """
     rank = max(state.ranks, key=lambda rank: (bool(rank.phase), len(rank.phases)))
     phases = [("", rank.started or state.created), *rank.phases]
@@ -267,9 +267,10 @@ def nodes(state: RunState) -> list[str]:
 
 
 def lines(state: RunState) -> list[str]:
-    """Return a line for the host's use, or one for each of the first nodes with its ranks.
+    """Return the use of the host as one line, or of the nodes with their ranks as a line each.
 
-    Empty if the use of the host is unknown; a line counts further nodes.
+    A last line counts the nodes beyond MAX_RANK_ROWS. A node has a line also if its use is unknown.
+    Empty if the use of the host is unknown and no rank runs on a named node.
     """
     if state.host is not None:
         return [host(state.host)]

@@ -29,9 +29,10 @@ class TableCell(NamedTuple):
 
 
 def text_table(rows: Sequence[Sequence[str]], align: str) -> list[str]:
-    """Return a line for each row. `align` has ``<`` or ``>`` for each column.
+    """Return each row as a line of text, with its columns aligned.
 
-    Columns are as wide as in the full rows, at least one; a shorter row's last cell is not padded.
+    `align` has ``<`` or ``>`` for each column. Rows that have all columns set the widths, so at
+    least one row must have all. The last cell of a shorter row is not padded.
     """
     full = [row for row in rows if len(row) == len(align)]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

@@ -48,7 +48,10 @@ optimizer_steps = 0
 
 
 def activate(reporter: Reporter | None) -> Reporter | None:
-    """Set the reporter of this process, or remove it with None; return the one before."""
+    """Set the reporter of this process, or remove it with None; return the one before.
+
+    Sets the count of optimizer steps back to 0.
+    """
     global active, optimizer_steps
     previous, active, optimizer_steps = active, reporter, 0
     return previous

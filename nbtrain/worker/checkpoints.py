@@ -36,8 +36,8 @@ def attempt() -> int:
 def checkpoint_dir() -> Path:
     """Return the run's folder for checkpoints, the same for all its ranks and attempts.
 
-    It is deleted with the run's folder; nbtrain keeps the last 20. Outside a run, it is
-    ``./checkpoints``.
+    Creates the folder if it is missing. It is deleted with the run's folder; nbtrain keeps the last
+    20. Outside a run, it is ``./checkpoints``.
 
     Raises `NbtrainError` if not all nodes of the run see the folder.
     """
@@ -63,11 +63,13 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
             accelerator.save_state(path)
 
     Every rank must enter the block, also one that writes nothing. The checkpoint is complete when
-    all ranks have left the block without an exception.
+    all ranks have left the block without an exception. An earlier checkpoint of the same step keeps
+    its files, and is incomplete until then.
 
     Args:
         step: the number of the step, which names the folder.
-        keep: how many complete checkpoints to keep: rank 0 deletes older ones. None: all.
+        keep: how many complete checkpoints to keep: rank 0 deletes older ones, and incomplete ones
+            among these. None: all.
 
     Raises:
         ValueError: `step` is negative, or `keep` is not positive.
@@ -107,14 +109,17 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_incomplete(folder: Path) -> str:
-    """Return the name of the newest checkpoint if rank 0 has left it and other ranks have not."""
+    """Return the name of the newest checkpoint if rank 0 has left it and other ranks have not.
+
+    "" otherwise, also without a checkpoint.
+    """
     newest = next(iter(checkpoints_in(folder)[-1:]), None)
     is_saved = newest is not None and (newest / ".done-0").exists() and not _is_complete(newest)
     return newest.name if newest is not None and is_saved else ""
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Delete the checkpoints that are older than the newest `keep` complete ones.
+    """Delete the checkpoints, also incomplete ones, older than the newest `keep` complete ones.
 
     Nothing is deleted if `keep` is None or no checkpoint is complete. Errors are ignored.
     """

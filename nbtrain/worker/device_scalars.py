@@ -96,11 +96,11 @@ class ScalarReader:
         self._others: dict[str, Reader] = {}
 
     def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
-        """Begin to read scalars of one kind of device; `then` gets them by name once they are
-        there.
+        """Begin to read scalars of one kind of device; `then` gets them by name once they arrive.
 
         CUDA tensors that are being recorded in a graph have no value, so `then` gets an empty dict
-        at once. With more than `MAX_PENDING_SCALARS` groups under way, waits for the oldest.
+        at once. Also calls the `then` of earlier groups that have arrived. With more than
+        `MAX_PENDING_SCALARS` groups under way, waits for the oldest.
         """
         kind = next((tensor.device.type for tensor in tensors.values()), "")
         if kind in READERS:

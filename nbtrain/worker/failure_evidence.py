@@ -61,7 +61,10 @@ _LESS_SHARED = (
 
 @contextlib.contextmanager
 def ignore_child_signals() -> Iterator[None]:
-    """Ignore SIGCHLD in the body: a DataLoader's handler raises when a worker has ended."""
+    """Reset SIGCHLD to its default in the body, since a DataLoader's handler of it may raise.
+
+    That handler raises when a worker has ended. Does nothing outside the main thread.
+    """
     number = getattr(signal, "SIGCHLD", None)
     if number is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -87,7 +90,8 @@ def last_collective() -> Collectives:
 def last_collectives(recorder: Path) -> Collectives:
     """Return the last collectives of the default group from this rank's flight recorder.
 
-    One entry with the number 0 if the recorder has nothing; empty without a group of several ranks.
+    Waits for replies of the recorder, `REPLY_TIMEOUT_S` at most for each. One entry with the number
+    0 if the recorder has nothing; empty without a group of several ranks.
     """
     if not is_in_group():
         return ()
@@ -136,7 +140,8 @@ def _text(error: BaseException) -> str:
 def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
     """Yield how the workers of a DataLoader ended, and the free space in /dev/shm.
 
-    Yields nothing for an error that a worker itself raised, or that has nothing to do with workers.
+    Waits up to 0.2 s for each worker to end. Yields nothing for an error that a worker itself
+    raised, or that has nothing to do with workers.
     """
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
@@ -212,7 +217,10 @@ def _descriptors(error: BaseException) -> Iterator[tuple[str, str]]:
 
 
 def _no_process(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield that the system refused a process or a thread, and the limits on them."""
+    """Yield that the system refused a new process or thread, and the limits on their number.
+
+    Yields nothing for another error.
+    """
     *_, innermost = _frames(error)
     starting = _STARTERS.intersection(innermost.f_code.co_names)
     refused = isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.ENOMEM)

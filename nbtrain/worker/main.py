@@ -84,7 +84,8 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     """Run the plan's task in a process that is a rank already, and return the exit code.
 
     Installs the signal handler, patches and observers of the task; reports the outcome in the run's
-    folder and prints the traceback of a failure. Raises nothing.
+    folder and prints the traceback of a failure. After a success, waits for threads and leaves the
+    process group, unless the rank is live. An exception of the task does not come out.
     """
     os.environ["NBTRAIN_RUN"] = str(job.folder.path)
     stopping.activate(job.folder.stopping_file)
@@ -206,9 +207,10 @@ def _deliver(
 ) -> None:
     """Save what the task returned, then the weights and variables, and report the end.
 
-    Waits for the device's queued work and, between the two, for threads; then leaves the process
-    group. `threads` are those that there were before the task. Raises `OSError` if the disk is
-    full.
+    Waits for the device's queued work. After the result is saved, waits for threads and leaves the
+    process group, except in a live rank, and in a CPU rank of one host with nothing to send. In the
+    kernel, `threads`, those from before the task, are not waited for. Raises `ResultNotPicklable`,
+    and `OSError` if the result does not fit.
     """
     _finish_device_work(job)
     data = result_pickler.dump_result(value, job.shared_classes)
@@ -267,8 +269,7 @@ def _report_failure(
     """Report a failure, save its exception for the notebook, and report the end with evidence.
 
     The events are `Failing` and `Ended`. The exception is saved twice, first without its instance,
-    as the user's code may be slow. If that fails, `Ended` has its headline and both reasons. Raises
-    no `Exception`.
+    as the user's code may be slow. If saving fails, `Ended` also says why. Raises no `Exception`.
     """
     now, headline = clock.now(), type(error).__name__
     error_type = headline
@@ -344,7 +345,10 @@ def _leave(rank: int, writer: EventWriter, leaving: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException, heading: str = "") -> None:
-    """Leave the whole traceback in the rank's log, the launcher's frames cut off."""
+    """Print the traceback of an error to standard error, without nbtrain's frames.
+
+    `heading` is a line before it. Raises no `Exception`.
+    """
     with contextlib.suppress(Exception):  # a hostile __str__, a full disk: the report is out
         report = traceback.TracebackException.from_exception(error)
         frames = [frame for frame in report.stack if not is_own(frame.filename)]
@@ -371,10 +375,11 @@ def _finish_device_work(job: Job) -> None:
 
 
 def _destroy_group_without_blocking(job: Job) -> None:
-    """Leave the default process group without waiting longer than a peer may need this rank.
+    """Leave the default process group, and wait until it is freed or each peer has returned.
 
     When gloo (torch 2.13) frees a group, it waits idly up to 10 ms for each peer, and for its
-    queued work. After each peer has returned from its task, that wait is useless.
+    queued work. After each peer has returned from its task, that wait is useless: a daemon thread
+    goes on with it.
     """
     if not _has_process_group():
         return

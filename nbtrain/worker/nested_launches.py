@@ -10,7 +10,10 @@ from . import api
 
 
 def refuse() -> None:
-    """Let no library start ranks in this rank, from now on. A single rank may spawn helpers."""
+    """Make launchers of torch and torch_xla raise `LaunchError` in this rank from now on.
+
+    They would start ranks within a rank. A single rank may still call ``mp.spawn``, for helpers.
+    """
     # Private names, seen in torch 2.7 to 2.13 and torch_xla 2.9; all launchers come to one of them.
     if api.world_size() > 1:
         patch("torch.multiprocessing.spawn", "start_processes", _refuse_spawn)

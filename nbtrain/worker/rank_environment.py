@@ -83,9 +83,9 @@ def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[
 
 
 def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return what makes torch_xla compute in bf16.
+    """Return the environment variables by which torch_xla computes in the plan's precision.
 
-    Accelerate sets the same when an Accelerator is made; but torch_xla reads it once, at the
+    Accelerate sets the same when an Accelerator is made; but torch_xla reads them once, at the
     first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a yes.
     """
     asked = inherited.get("ACCELERATE_DOWNCAST_BF16", "").lower() in ("1", "true", "yes", "on")
@@ -208,9 +208,9 @@ def _is_wrapper(model: Any) -> bool:
 def renew_accelerate_state(plan: Plan) -> None:
     """Clear the inherited state of Accelerate, which belongs to the notebook.
 
-    A single rank keeps it if its task uses an Accelerator that the notebook made. Objects of the
-    notebook that show the state (TrainingArguments, a PartialState) show the run's world from then
-    on, because all instances share one state.
+    A single rank keeps it if its task uses an Accelerator that the notebook made. If the task uses
+    objects of the notebook that show the state (TrainingArguments, a PartialState), makes it anew,
+    which joins the run's process group. All instances share one state, so they show the run's.
     """
     is_alone = plan.num_processes == 1 and plan.nodes is None
     if is_alone and any(accelerate_objects.find_single_process_objects(plan.task)):
@@ -252,10 +252,10 @@ def serve_own_store(served: int) -> None:
 
 
 def fork_child_processes() -> None:
-    """Fork the rank's own processes where Python (3.14) would start them from a server process.
+    """Make multiprocessing fork in this process where Python (3.14) would use a fork server.
 
-    That process has nothing of the notebook: the workers of a DataLoader could not unpickle what a
-    cell defined. Another method that the notebook has set stays.
+    Forks nothing itself. A fork server has nothing of the notebook: the workers of a DataLoader
+    could not unpickle what a cell defined. Another method that the notebook has set stays.
     """
     from multiprocessing import context
 

@@ -24,7 +24,10 @@ class RankSide:
 
 
 def sides_of(job: Job) -> Iterator[RankSide]:
-    """Return what parts do in the ranks of a job; nothing in the kernel itself."""
+    """Yield the `RankSide` of each part that has one for the job's device; none in the kernel.
+
+    A process has one object of each, which is made at the first use.
+    """
     for each in () if job.in_kernel else part.parts().values():
         if each.rank_side and (each.devices is None or job.device in each.devices):
             yield _side(each.rank_side)

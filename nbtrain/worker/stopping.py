@@ -54,10 +54,11 @@ class StopOnRequest(Observer):
         self.is_stepping = self._has_stepped = True
 
     def on_fetch_or_backward(self, fetch: bool) -> None:
-        """Raise KeyboardInterrupt if it is due, and a step lies behind: the next one begins here.
+        """Raise KeyboardInterrupt at the begin of a step, if the rank was asked to stop.
 
-        It begins where its batch is fetched, else where it goes backward. Not in code that asks
-        itself, nor in another thread than the main one: there it would end that thread alone.
+        A step begins where the code fetches a batch, or at backward if it never fetches one. Raises
+        only after a step was made, only on the main thread, and not in code that calls
+        `should_stop`.
         """
         if threading.get_ident() != self._main:
             return
@@ -73,7 +74,11 @@ class StopOnRequest(Observer):
         raise KeyboardInterrupt
 
     def unraisable(self, error: Any) -> None:
-        """Try again a moment later where Python could not raise it (in a finalizer, a fork)."""
+        """Send SIGINT again in 20 ms after a KeyboardInterrupt of ours that Python could not raise.
+
+        This happens in a finalizer or a fork. Any other error is shown as usual: this is the
+        process's `sys.unraisablehook`.
+        """
         if not (self._raised and isinstance(error.exc_value, KeyboardInterrupt)):
             sys.__unraisablehook__(error)
             return
@@ -88,7 +93,10 @@ active: StopOnRequest | None = None
 
 
 def activate(request: Path) -> None:
-    """Make SIGINT stop this rank only if the launcher requests it, by the file `request`."""
+    """Make SIGINT stop this rank only if the launcher requests it, by the file `request`.
+
+    Replaces the handler of SIGINT and `sys.unraisablehook`, so it needs the main thread.
+    """
     global active
     active = StopOnRequest(request)
     signal.signal(signal.SIGINT, active)

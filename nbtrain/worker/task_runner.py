@@ -30,7 +30,11 @@ def run_task(task: Task) -> Any:
 
 
 def failing_plan(error: Exception, place: str) -> Plan:
-    """Return a plan that raises what the task's own values raised: the rank's failure as any."""
+    """Return a plan that raises `error`, so that it is reported as a failure of the rank.
+
+    The error comes from loading the task's own values. It loses its traceback, and gets `place` as
+    its only note.
+    """
     set_notes(error.with_traceback(None), [place])
     return Plan(Call(_fail, (error,)), name="load")
 
@@ -51,9 +55,9 @@ async def _run_cell_awaiting(cell: Cell, codes: list[CodeType]) -> Any:
 
 
 def _call(cell: Cell, value: Any) -> Any:
-    """Call the cell's training function; without one, the cell's value is the result.
+    """Call the cell's training function and return its value; without one, return `value`.
 
-    Its parameters are the variables of their names; one without a variable keeps its default.
+    Each parameter gets the variable of its name. A parameter without a variable keeps its default.
     """
     if cell.function is None:
         return value

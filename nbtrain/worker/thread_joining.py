@@ -19,10 +19,10 @@ from . import limits
 
 
 def join_new_threads(before: Collection[threading.Thread]) -> None:
-    """Wait for the threads that a function has started in the kernel and that still do something.
+    """Wait for the threads that a function has started in the kernel, while the process is busy.
 
-    Neither daemons nor idle threads of pools are waited for, and no thread for longer than
-    `limits.THREAD_IDLE_LIMIT_S`.
+    Daemons and idle threads of pools are not waited for. Gives up once the process was idle for
+    `limits.KERNEL_THREAD_IDLE_LIMIT_S`, and after `limits.THREAD_IDLE_LIMIT_S` in all.
     """
     begun = busy = time.monotonic()
     spent = time.process_time()
@@ -38,11 +38,11 @@ def join_new_threads(before: Collection[threading.Thread]) -> None:
 
 
 def join_threads() -> None:
-    """End idle pools, and join the threads that are no daemons as long as they do something.
+    """End idle pools, and wait for threads that are no daemons while the process is busy.
 
-    An interpreter would wait without an end. A thread that writes a checkpoint has its time. Once
-    the process has done nothing for `limits.THREAD_IDLE_LIMIT_S`, its threads end with it. Only the
-    first call waits.
+    Prints which threads it waits for. Gives up once the process was idle for
+    `limits.THREAD_IDLE_LIMIT_S`; the threads that are left end with the process. An interpreter
+    would wait without an end. Needs the main thread. Only the first call waits.
     """
     before, hook = signal.signal(signal.SIGALRM, _IdleAlarm()), sys.unraisablehook
     sys.unraisablehook = lambda _unraisable: None  # Python 3.13 prints `_ThreadsAreIdle`

@@ -65,10 +65,11 @@ class ChildRanks(Ranks):
         return frozenset(self._watched)
 
     def wait(self, timeout: float) -> list[Exit]:
-        """Wait `timeout` seconds at most until ranks end; return the ends, or an empty list.
+        """Wait `timeout` seconds at most until ranks end; reap them and kill what they started.
 
-        If the store's process has ended, all ranks are killed: otherwise they would wait for it for
-        half an hour. Their `Exit.cause` says so.
+        Returns their ends, or an empty list, also before the timeout. If the store's process has
+        ended, all ranks are killed: otherwise they would wait for it for half an hour. Their
+        `Exit.cause` says so.
         """
         if self._is_new:  # once for all ranks: a write takes 1 ms, and delays their start
             self._write_ledger()
@@ -145,6 +146,7 @@ class ChildRanks(Ranks):
 
 
 def _open_pidfd(pid: int) -> int:
+    """Return a pidfd of a process; -1 on an older system, or without free descriptors."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # before Linux 5.3, or out of descriptors

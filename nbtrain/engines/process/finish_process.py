@@ -20,9 +20,11 @@ from ..base import CRASHED_EXIT_CODE
 
 
 def finish_process(inherited_tracker: int | None = None) -> None:
-    """Do what an interpreter does at its exit, but free no memory.
+    """Do what an interpreter does at its exit, but return, and free no memory.
 
-    `inherited_tracker` is the pid of the launcher's resource tracker, which must not be stopped.
+    Waits for threads, runs exit functions, ends helper processes and flushes files. Errors are
+    printed, not raised. `inherited_tracker` is the pid of the launcher's resource tracker, which
+    must not be stopped.
     """
     steps: tuple[Callable[[], object], ...] = (
         join_threads,
@@ -40,7 +42,11 @@ def finish_process(inherited_tracker: int | None = None) -> None:
 
 
 def run_to_end(body: Callable[[], int]) -> NoReturn:
-    """Run `body`, and end the process with the exit code that it returns."""
+    """Run `body`, and end the process at once with the exit code that it returns.
+
+    An exception is printed, and the code is `CRASHED_EXIT_CODE`. No exit functions run, and no
+    files are flushed: `body` calls `finish_process` for that.
+    """
     code = CRASHED_EXIT_CODE
     try:
         code = body()

@@ -216,11 +216,11 @@ _subreaper_lock = threading.Lock()
 
 
 def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer | None:
-    """Return a server that has imported modules or is importing them; None if it cannot be started.
+    """Start a server that imports modules, or reuse it; None if it cannot be started.
 
-    `environment` is that of a fresh interpreter, without what differs by rank and launch. A server
-    that exists is used again if it would import the same, else it is ended. None outside Linux,
-    after `MAX_SERVER_FAILURES` failures, and without free processes or descriptors.
+    Does not wait for the imports. `environment` is that of a fresh interpreter, without what
+    differs by rank and launch. A server that would import something else is ended first. None
+    outside Linux, after `MAX_SERVER_FAILURES` failures, without free processes or descriptors.
     """
     global _current, _has_registered
     if sys.platform != "linux" or _failures >= limits.MAX_SERVER_FAILURES:
@@ -254,6 +254,7 @@ def end(reason: str = "") -> None:
 
 
 def _forget() -> None:
+    """Drop the parent's server in a fork of this process, without ending it."""
     global _current
     if _current is not None:
         _current.forget()

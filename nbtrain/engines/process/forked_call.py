@@ -29,10 +29,11 @@ _THREADS = "autograd's threading"
 
 
 def call_in_fork(function: Callable[[], T]) -> T:
-    """Call a function in a fork of this process; return its result, or raise its exception.
+    """Call a function in a fork and wait; return its result, or raise its exception.
 
-    If this process cannot fork, or has already run a backward pass with a GPU, the function is
-    called in this process.
+    The result must be picklable. Where this process cannot fork, or after a backward pass with a
+    GPU, the function is called in this process. Raises `PlanError` if the fork dies, also by
+    `SystemExit`, and in place of an exception that cannot be pickled.
     """
     if not hasattr(os, "fork"):
         return function()

@@ -27,7 +27,11 @@ _permanent_pools: set[str] = set()
 
 @contextlib.contextmanager
 def ready_to_fork() -> Iterator[None]:
-    """Prepare the process for forks, and restore it afterwards."""
+    """Flush the streams, free OpenMP's thread pools, and block SIGINT while the body forks.
+
+    A forked child inherits the blocked SIGINT and must unblock it. The signal mask and
+    ``TOKENIZERS_PARALLELISM``, which is set meanwhile, are restored afterwards.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     release_openmp_pools()
@@ -99,7 +103,7 @@ def fork_process(child: Callable[[], int]) -> int:
 
 
 def _fork(child: Callable[[], int]) -> int:
-    """Fork, and run `child` in the new process to its end; return the new process in this one."""
+    """Fork; return the child's pid. The child calls `child` and exits with its exit code."""
     with warnings.catch_warnings():
         # Python 3.12 and JAX warn about forks with threads; `leave_kernel` takes care of them.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -41,7 +41,11 @@ _NO_INPUT = (
 
 
 def become_rank(log: Path, parent: int) -> int | None:
-    """Detach this forked process from the kernel (`leave_kernel`); it exits with the kernel."""
+    """Detach this forked process from the kernel (`leave_kernel`); it exits with the kernel.
+
+    Returns the pid of the kernel's resource tracker, which this process must not stop; None without
+    one.
+    """
     exit_with_parent(parent)
     tracker = leave_kernel(log)
     accelerator_guard.remove_nvml_check()
@@ -52,7 +56,9 @@ def become_rank(log: Path, parent: int) -> int | None:
 def leave_kernel(log: Path) -> int | None:
     """Detach this forked process from the kernel, and write its output to `log` from now on.
 
-    Returns the pid of the kernel's resource tracker, which this process must not stop.
+    It leads a session of its own, ignores SIGINT, and drops the kernel's exit functions and
+    connections. Returns the pid of the kernel's resource tracker, which this process must not stop;
+    None without one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -70,7 +76,10 @@ def leave_kernel(log: Path) -> int | None:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Let Linux kill this process when its parent, or the thread that forked it, exits."""
+    """Let Linux kill this process when its parent, or the thread that forked it, exits.
+
+    Ends the process at once, with code 1, if its parent is not the process `parent`.
+    """
     if sys.platform == "linux":
         prctl(Prctl.SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent exited before the call
@@ -78,7 +87,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 def _redirect_streams(log: Path) -> None:
-    """Redirect descriptors 0, 1 and 2, Python's streams and those of logging to the rank's log."""
+    """Redirect output to the rank's log, and input to /dev/null: descriptors, Python, logging."""
     null = os.open(os.devnull, os.O_RDWR)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(null, 0)
@@ -151,12 +160,11 @@ def keep_only(descriptor: int, parent: int) -> None:
 
 
 def _close_sockets(kept: int = -1) -> None:
-    """Close the kernel's connections, pollers and wake-ups, except the descriptor `kept`.
+    """Close the sockets, pollers and wake-ups of the parent, except the descriptor `kept`.
 
-    With open copies, a rank would keep the kernel's ports in use after the kernel's end. The
-    descriptors are redirected to /dev/null and not freed: code of the kernel that still writes to
-    one must not write into a file that the user opened later. Unnamed socket pairs stay open,
-    because `multiprocessing.Pipe` uses them.
+    Closes the user's network connections, too. The descriptors are redirected to /dev/null and not
+    freed: code that still writes to one must not write into a file that the user opened later.
+    Unnamed socket pairs stay open, because `multiprocessing.Pipe` uses them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     with contextlib.suppress(OSError):
@@ -168,7 +176,10 @@ def _close_sockets(kept: int = -1) -> None:
 
 
 def _is_kernel_descriptor(descriptor: int) -> bool:
-    """Whether a descriptor is a socket or an event queue of the kernel, and not of the user."""
+    """Whether a descriptor is an event queue or a socket, except an unnamed Unix socket.
+
+    The user's sockets count, too: they cannot be told from the kernel's. False without /proc.
+    """
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
         if target in ("anon_inode:[eventpoll]", "anon_inode:[eventfd]"):
@@ -199,7 +210,10 @@ def _forget_children() -> int | None:
 
 
 def _silence_ipython() -> None:
-    """Print displays as text, and send no messages to the front end."""
+    """Print displays as text, send no messages to the front end, refuse input, keep no history.
+
+    Does nothing outside IPython.
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:

@@ -28,8 +28,8 @@ _PARTS: dict[str, Callable[[], object]] = {
 def used_pools() -> list[ThreadPoolExecutor]:
     """Return the pools that have threads. Call it before a fork, because a child has no threads.
 
-    A pool is found by the weak reference in the arguments of its threads, which is private, too.
-    Pools of other classes are not changed.
+    A pool is found by the weak reference in the arguments of its threads, which is private, too. A
+    pool with other attributes than Python's is left out.
     """
     pools: dict[int, ThreadPoolExecutor] = {}
     for thread in threading.enumerate():
@@ -47,7 +47,10 @@ def _is_standard_pool(pool: Any) -> bool:
 
 
 def reset_pools(pools: Iterable[ThreadPoolExecutor]) -> None:
-    """Make pools work in a child: without threads, and without the parent's waiting work."""
+    """Make pools work in a child: without threads, and without the parent's waiting work.
+
+    Also lets joblib start a new pool of processes, whatever `pools` are.
+    """
     for pool in pools:
         for name, make in _PARTS.items():
             setattr(pool, name, make())

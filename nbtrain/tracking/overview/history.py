@@ -99,7 +99,10 @@ def frame(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
-    """Return rows as a pandas DataFrame with some columns `first`; `name` is for the error."""
+    """Return rows as a pandas DataFrame, with the columns `first` before all others.
+
+    Without pandas, raises `MissingExtra` with `name` as the table's name.
+    """
     try:
         import pandas as pd
     except ImportError as error:
@@ -114,7 +117,10 @@ def table(rows: Sequence[Row], name: str, first: Sequence[str]) -> Any:
 
 
 def _column(known: dict[int, Any], size: int) -> Any:
-    """Return the values of a column by its rows."""
+    """Return a column's values in the order of rows; NaN or None for a row without a value.
+
+    `known` has the values by row. A column of numbers with gaps is an array, any other a list.
+    """
     import numpy as np  # pandas takes a hundred times as long for None as for NaN
 
     if len(known) < size and {*map(type, known.values())} <= {int, float}:

@@ -199,7 +199,10 @@ def halve_letters(letters: str) -> str:
 
 
 def align_timelines(timelines: Sequence[Timeline], time: float) -> list[Timeline]:
-    """Return the timelines with one start and one width of bins; an empty one stays empty."""
+    """Return the timelines with one start and one width of bins; an empty one stays empty.
+
+    The bins are so wide that `limits.MAX_BINS` of them reach up to `time`.
+    """
     known = [each for each in timelines if each.until is not None]
     if not known:
         return [Timeline() for _ in timelines]
@@ -214,8 +217,9 @@ def align_timelines(timelines: Sequence[Timeline], time: float) -> list[Timeline
 def letters_by_step(timeline: Timeline, last: float, columns: int) -> str:
     """Return what a rank did over the steps from 0 to `last`, one letter per column.
 
-    A column has the letter that took most of its time. Failures and hangs are never left out, and
-    the share of columns that wait for data is that of the time.
+    Fewer than `columns` letters if the rank has not reached `last`, which must be above 0. A column
+    has the letter that took most of its time. Failures and hangs are never left out, and the share
+    of columns that wait for data is that of the time.
     """
     letters, steps = timeline.letters, timeline.steps
     end = letters[-1:]

@@ -190,11 +190,11 @@ class ResultSender:
                     self._gathered[name] = state if keep else None
 
     def send(self, result: Any = None) -> None:
-        """Save what is returned in the run folder, except the task's `result`, which is there.
+        """Save changed weights (rank 0) and the variables of ``--out`` in the run folder.
 
-        These are changed weights (rank 0) and the variables of ``--out``. An earlier file of what
-        is not saved is removed. Ranks need not wait for one another; raises nothing, see `gather`.
-        `result` is not used.
+        The file that an earlier attempt left for weights that did not change is deleted. The task's
+        `result` is in the folder already, and is not used here. Ranks need not wait for one
+        another. Raises nothing, see `gather`.
         """
         for name, value in self._sent.items():
             with self._reporting(name):

@@ -477,17 +477,18 @@ def changed_names(value: Any, before: Mapping[str, Any]) -> list[str]:
 def prepare_load(
     file: WeightReader, target: Any, *, is_handed_over: bool = False
 ) -> Callable[[], bool]:
-    """Check that a file fits a module, an optimizer or a scheduler; return what loads it in place.
+    """Check that a file fits a module, optimizer or scheduler; return what loads it in place.
 
-    Calling that returns whether a value changed.
+    Calling that returns whether a value changed, always True for an optimizer or a scheduler. Keep
+    `file` open until then: a model is read from it again, so that it is never in memory twice. If
+    the load of a model fails halfway, the call raises `PartlyLoaded`.
 
     A tensor that is not in the file, as the run did not change it, must be in the target as it was
-    in the run. With `is_handed_over`, the target is the model that the run began with: if the
-    notebook has changed such a tensor since then, it keeps the change.
+    in the run. With `is_handed_over`, the target is the object that the run began with: such a
+    tensor may differ, but new values that are not finite are refused.
 
-    The file is checked to its end before anything is changed, and read again while it is loaded, so
-    that a large model is never in memory twice. Raises `NbtrainError` naming what does not fit, or
-    is damaged. What is returned raises `PartlyLoaded` if the load fails halfway.
+    The file is checked to its end before anything is changed. Raises `NbtrainError` naming what
+    does not fit, or is damaged.
     """
     kind, saved = kind_of(target), file.about["kind"]
     if saved != kind:

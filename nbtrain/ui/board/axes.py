@@ -50,8 +50,8 @@ def spans_decades(values: Sequence[float]) -> bool:
 def value_scale(low: float, high: float, intervals: int, *, log: bool = False) -> Scale:
     """Return an axis that contains `low` and `high`, with about `intervals` ticks between.
 
-    Its ends are ticks; it begins at 0 if `low` is small. With `log`, it is logarithmic if both are
-    positive and differ.
+    A linear axis ends at ticks, and begins at 0 if `low` is small. With `log`, the axis is
+    logarithmic if both values are positive and differ. Its ends need not be ticks.
     """
     low, high = max(-_LARGEST, low), min(_LARGEST, high)
     if log and 0 < low < high:

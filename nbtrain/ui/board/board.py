@@ -132,10 +132,11 @@ def escape_shortened(text: str, width: int) -> str:
 
 
 def _draw_ranks(state: RunState, *, each: bool) -> str:
-    """Draw the table of ranks, and below it the memory by part. With `each`, a row for every rank.
+    """Draw the table of ranks, and below it the memory by part.
 
-    Above MAX_RANK_ROWS ranks, `each` does nothing, and counts and spreads come first. Once the run
-    has ended, a row for each of few ranks can be unfolded.
+    With `each`, every rank has a row. Above MAX_RANK_ROWS ranks, `each` does nothing, and counts
+    and spreads come first. Up to that many, an ended run also has a folded table with a row for
+    every rank.
     """
     few = state.world_size <= limits.MAX_RANK_ROWS
     rows = rank_table.rows_of(state, each=each and few)
@@ -165,7 +166,7 @@ def _draw_memory(state: RunState) -> str:
 
 
 def _draw_results(state: RunState) -> str:
-    """Draw what the ranks returned, and what became of the values that they saved; or ""."""
+    """Draw what the ranks returned, and whether saved values arrived; "" without any."""
     rows = "".join(
         f'<div><span style="{theme.SOFT}">{escape(result.arrow)}</span>'
         f'<span style="{theme.MONO}">{escape_shortened(result.text, 600)}</span></div>'

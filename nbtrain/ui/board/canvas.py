@@ -152,9 +152,9 @@ def draw_on_page(
 ) -> str:
     """Draw marks as SVG that is stretched to the page, and labels as text of the page.
 
-    `size` is the width in units and the height in pixels, `left` the space for labels left of the
-    marks, and `text` the description for a screen reader, which is escaped. If `is_over`, the SVG
-    is inside an image, as a saved page keeps it.
+    `size` is the width in units and the height in pixels, and `left` the space for labels left of
+    the marks. `text` is the description for a screen reader, which this function escapes. If
+    `is_over`, the SVG is inside an image, as a saved page keeps it.
     """
     inner = theme.draw_stretched(marks, size, escape(text, quote=True), as_image=is_over)
     soft = "".join(_draw_label(label, left) for label in labels if not label.is_strong)

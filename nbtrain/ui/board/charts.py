@@ -128,9 +128,9 @@ class Curve:
 def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
     """Return the curves to draw, each metric with that of its validation.
 
-    The first is drawn large: `large` if it exists, else the main metric. Then come metrics that are
-    known to be better high or low: a live board has room for few, and a reward matters more than
-    the length of answers. Empty without metrics.
+    The first is drawn large: `large` if it exists, else the main metric. Then come metrics with a
+    validation, or known to be better high or low, since a live board has room for few. Empty
+    without metrics.
     """
     every = {**state.curves.logged, **state.curves.all}  # what the user logged comes first
     known = {
@@ -226,10 +226,10 @@ def draw_picture(
     log: bool | None = None,
     width: int = CANVAS.width_units,
 ) -> Picture | None:
-    """Draw the loss, the throughput and the strips below each other; None if all are empty.
+    """Draw the loss, the throughput and the strips below each other.
 
-    Only the first of `curves` is drawn, and `rate` only below it. `width` is in units of the
-    canvas.
+    Only the first of `curves` is drawn, and `rate` only below it. None if that curve has no values
+    and there are no strips, even with a `rate`. `width` is in units of the canvas.
     """
     main = curves[0] if curves and curves[0].series.bins else None
     x = _step_scale(state, [main] if main else [rate] if rate else [])
@@ -394,10 +394,10 @@ def _curve_label(curve: Curve, log: bool) -> str:
 def _end_label(
     points: Sequence[Point], text: str, panel: Panel, cursor: float = 2.0
 ) -> tuple[Label, float]:
-    """Return the label at a curve's end, and the lowest place that it may have instead.
+    """Return a curve's label at its end, and the place below the curve where it may go instead.
 
-    The label is right of the end if there is room, else above it. It is above it too if the line
-    of the present step, at `cursor`, would cross it.
+    The place is in pixels from the top. The label is right of the end if there is room, else above
+    it. It is above it too if the line of the present step, at `cursor`, would cross it.
     """
     x, y = panel.at(points[-1])
     is_clear = not 0.01 < cursor - x / panel.width < 0.012 * len(text)
@@ -410,9 +410,10 @@ def _end_label(
 
 
 def _separate_labels(labels: Sequence[tuple[Label, float]], floor: float) -> list[Label]:
-    """Return the labels moved apart, from the top down. The lower one of two goes below its curve.
+    """Return the labels moved apart, from the top down.
 
-    Only labels that are near each other are moved. `floor` is the lowest place, in pixels.
+    Each comes with the place below its curve. Of labels near each other, the lower one goes to that
+    place unless it is below `floor`, and then down until nothing overlaps. Places are in pixels.
     """
     placed: list[Label] = []
     for label, below in sorted(labels, key=lambda each: each[1]):

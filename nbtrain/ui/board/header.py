@@ -142,9 +142,10 @@ def draw_box(tones: theme.Tones, inner: str) -> str:
 
 
 def _draw_bar(state: RunState) -> str:
-    """Draw the bar of the run, with a piece for each epoch; its end is open if that is unknown.
+    """Draw the bar of the run, with a piece for each epoch.
 
-    Above 60 epochs, it is one piece.
+    It is one piece above 60 epochs, or if their number is unknown. While the share that is done is
+    unknown, it shows the epochs so far and has an open end.
     """
     done, fill = eta.run_fraction(state), theme.tones(run_texts.tone(state)).colour
     name = escape(shorten(state.title, 120), quote=True)
@@ -230,9 +231,9 @@ def figures(state: RunState, now: float) -> list[Figure]:
 
 
 def _done_figure(state: RunState) -> Figure | None:
-    """Return how much of the run is done, or of an ended run, what it took; None if unknown.
+    """Return the share of the run that is done; of an ended run, the time that it took.
 
-    If the share is unknown, where the run is.
+    If the share is unknown, returns the position of the run. None if that is unknown, too.
     """
     done = eta.run_fraction(state)
     where, more = run_texts.run_position(state)
@@ -348,9 +349,9 @@ def _mean_and_error(band: Sequence[Bin]) -> tuple[float, float]:
 
 
 def _best_figures(state: RunState) -> Iterator[Figure]:
-    """Yield the best value of a validation metric in the last training; of an ended run, of two.
+    """Yield the best value of a logged metric in the last training; two for an ended run.
 
-    Metrics not known to be better high or low, and "loss", have no best value.
+    Only metrics known to be better high or low have a best value, and "loss" has none.
     """
     training, begins = present_training(state)
     shown: list[object] = []

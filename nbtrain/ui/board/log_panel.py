@@ -18,7 +18,7 @@ def merge_last_lines(state: RunState, count: int) -> list[tuple[str, str]]:
     """Return the last `count` lines of all ranks as (ranks, line), the oldest first.
 
     Lines that several ranks printed come once. Of failed ranks, only the one that caused the
-    failure has its traceback.
+    failure has its traceback. Of more than MAX_RANK_ROWS different logs, the rest add no lines.
     """
     cause = verdict.find_culprit(state)
     ranks = [
@@ -44,10 +44,10 @@ def _has_not_failed(rank: RankState) -> bool:
 
 
 def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -> str:
-    """Draw the last lines of the log, or of the log of rank `only`; "" if no rank printed anything.
+    """Draw the last lines of the log of all ranks, or of rank `only`; "" if none printed.
 
-    If `is_folded`, only two lines, and their number. After the run, `only` does nothing: the merged
-    log and that of each rank can be unfolded instead.
+    If `is_folded`, draws two lines and the number of all lines. After the run, `only` and
+    `is_folded` do nothing: the merged log and that of each rank can be unfolded instead.
     """
     count = sum(rank.log_count for rank in state.ranks)
     if not count:

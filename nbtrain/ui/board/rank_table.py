@@ -109,10 +109,10 @@ def draw(rows: Sequence[Row], state: RunState) -> str:
 
 
 def _repeats_header(column: Column, rows: Sequence[Row], cells: Sequence[str]) -> bool:
-    """Return whether a column repeats the numbers of the header: loss, place or rate.
+    """Return whether a column repeats a number of the header: only loss, place and rate can.
 
-    True for a single row. Ranks that step together differ a little, since they report at different
-    moments.
+    The loss does in a table of one row. Place and rate do if all rows show the same, or if the
+    ranks step together: these differ a little, since they report at different moments.
     """
     if column.heading == "loss":
         return len(cells) == 1

@@ -30,9 +30,10 @@ class RankOutputs:
             self._show(state.ranks[self._rank or 0])
 
     def finish(self, state: RunState) -> None:
-        """Show all displays, of another rank if rank 0 displayed nothing, and name the other ranks.
+        """Show all displays of rank 0, or of the first rank with any, and name the other ranks.
 
-        With a chosen rank, only its displays.
+        Only ranks that displayed something are named. With a chosen rank, only its displays are
+        shown.
         """
         talkers = [rank for rank in state.ranks if rank.displayed]
         if self._rank is not None or state.ranks[0].displayed:

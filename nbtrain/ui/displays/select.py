@@ -141,7 +141,10 @@ class GuardedDisplay:
         self._attempt(partial(self._display.finish, state, now))
 
     def _attempt(self, act: Callable[[], None]) -> bool:
-        """Call `act`, and return whether it succeeded. Of all errors, the first is a warning."""
+        """Call `act`, and return whether it raised nothing. No `Exception` comes out.
+
+        The first one of this display is shown as a warning, later ones are not.
+        """
         try:
             act()
         except Exception as error:  # a lost page or a changed library must not end the training

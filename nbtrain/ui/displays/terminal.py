@@ -28,7 +28,12 @@ class TextDisplay(Display):
     """Lines of text: what ranks print, and every few seconds a line of progress per rank."""
 
     def __init__(self, *, keep_html: bool = False, is_raised: bool = True) -> None:
-        """Show a run. With `is_raised`, the caller raises and so shows the exception of the run."""
+        """Prepare the display; prints nothing yet.
+
+        With `keep_html`, the end shows the board as HTML and not the summary as text. With
+        `is_raised`, tracebacks that end ranks are left out, since the caller raises the exception
+        of the run.
+        """
         self.keep_html = keep_html
         self._output = _Output(is_raised=is_raised)
         self._lines: dict[int, str] = {}

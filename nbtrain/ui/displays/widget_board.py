@@ -67,8 +67,8 @@ class WidgetDisplay(Display):
     def finish(self, state: RunState, now: float) -> None:
         """Replace the widgets by the final board, which a saved notebook keeps.
 
-        Closes the controls. One widget with the final board stays open, for a page that was
-        reloaded.
+        Closes the controls, and waits for the thread that collects stacks. One widget with the
+        final board stays open, for a page that was reloaded.
         """
         data = bundle(state, now)
         self._drop_controls()

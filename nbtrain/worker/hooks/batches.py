@@ -27,9 +27,9 @@ def watch() -> None:
 
 
 def _next(original: Any, it: Any) -> Any:
-    """Return a loader's next batch, and notify before and after; at its end, of that.
+    """Return a loader's next batch, and notify before and after it, or of the loader's end.
 
-    A loader that reads through another one in the same thread is not reported.
+    A loader that another one reads, in the same thread, is not reported.
     """
     if getattr(_thread, "is_loading", False):
         return original(it)

@@ -25,9 +25,10 @@ def stop(purpose: str, error: Exception) -> None:
 
 
 def guard_step(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Keep errors of a function out of the user's step.
+    """Return a decorator that keeps errors of a function out of the user's step.
 
-    At the first error, all that serves the same purpose stops.
+    At the first error, all that serves the same purpose stops. The function is not called either in
+    a process that the rank has forked. It gets no keywords, and its value is dropped.
     """
 
     def guard(function: Callable[..., None]) -> Callable[..., None]:

@@ -80,7 +80,7 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Notify of the loss that a library gets, scales and calls backward on."""
+    """Call a library's backward, and notify of the loss as it was before the library scaled it."""
     if not _is_paused:  # else one library calls another
         tell("on_backward", loss)
     return _pause_observers(True, original, engine, loss, *args, **kwargs)
@@ -97,7 +97,10 @@ def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
 
 
 def _trainer_step(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave an accumulated loss to the Trainer's log: backward gets a share of it only."""
+    """Call the Trainer's step; if it accumulates gradients, do not notify of its losses.
+
+    Backward then gets only a share of the loss. The Trainer's own log has the whole one.
+    """
     steps = trainer.args.gradient_accumulation_steps
     steps = getattr(trainer, "current_gradient_accumulation_steps", steps)  # transformers 5
     return _pause_observers(steps > 1, original, trainer, *args, **kwargs)
@@ -114,7 +117,10 @@ def _pause_observers(is_paused: bool, original: Any, *args: Any, **kwargs: Any) 
 
 
 def _closure_result(original: Any, cls: Any, output: Any, normalize: int = 1) -> Any:
-    """Note the loss that Lightning divides by the batches of an accumulation."""
+    """Return Lightning's closure result, and keep the loss from before its division with it.
+
+    Lightning divides by the batches of an accumulation.
+    """
     result = original(cls, output, normalize)
     if normalize != 1:
         _remember_undivided(output, result.closure_loss)
@@ -130,7 +136,10 @@ def _remember_undivided(output: Any, share: Any) -> None:
 
 @telemetry
 def _remember_unscaled(losses: Any, products: Any) -> None:
-    """Keep each loss with its scaled product, as an attribute of the product."""
+    """Keep each loss with its scaled product, as an attribute of the product.
+
+    Until `forget_scaling`, a tensor without that attribute is not reported as a loss.
+    """
     global _is_scaling
     _is_scaling = True
     if hasattr(losses, "detach"):

@@ -91,7 +91,11 @@ listeners: dict[str, tuple[tuple[str, Callable[..., None]], ...]] = dict.fromkey
 
 
 def tell(event: str, *args: Any) -> None:
-    """Notify the observers of an event. Catches errors as `guard_step` does, once for all."""
+    """Notify the observers of an event, in the order of adding; not in a forked process.
+
+    An `Exception` of an observer stops all that serves its purpose, and is not raised. A
+    KeyboardInterrupt is raised.
+    """
     if guard.is_asleep:
         return
     for purpose, method in listeners[event]:

@@ -45,7 +45,11 @@ def watch() -> None:
 
 
 def _report_bars(module: Any) -> None:
-    """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70."""
+    """Make ``tqdm.std.tqdm`` report where it would draw. Written against tqdm 4.60 to 4.70.
+
+    Also turns tqdm's monitor off, and replaces its lock and its set of bars, which were the
+    kernel's.
+    """
     cls = module.tqdm
     # The lock, its semaphore and the monitor's thread were the kernel's: a rank that is killed
     # while it holds the lock would leave every later bar of the notebook waiting.
@@ -209,7 +213,7 @@ def _init_table(original: Any, master: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _begin_table(master: Any) -> None:
-    """Show an empty display for fastai's table, with its head if it has one."""
+    """Prepare a display for fastai's table, and show the head of the table if it has one."""
     from IPython.display import DisplayHandle
 
     handle: Any = DisplayHandle

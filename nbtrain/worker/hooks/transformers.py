@@ -14,7 +14,7 @@ def watch() -> None:
 
 
 def _watch(module: Any) -> None:
-    """Add a callback to every Trainer that notifies of its progress and logs."""
+    """Add a callback to every Trainer made from now on, which notifies of its progress and logs."""
     if any(each.__name__ == "TellObservers" for each in module.DEFAULT_CALLBACKS):
         return
 

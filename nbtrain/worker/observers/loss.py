@@ -73,7 +73,10 @@ class LossMeter(Observer):
         self._due = 0.0
 
     def take(self) -> float | None:
-        """Return the last loss if it is a new one: a value that stands is no point of a curve."""
+        """Return the last loss once; None until there is a newer one.
+
+        The same loss a second time would be a point of the curve that was not measured.
+        """
         value, self._value = self._value, None
         self._reported = self._reported if value is None else value
         return value
@@ -91,14 +94,21 @@ class LossMeter(Observer):
             )
 
     def settle(self) -> None:
-        """Take it that a loop without an optimizer of torch's makes its own steps."""
+        """Take the losses that waited for the length of an accumulation; the training has ended.
+
+        If no optimizer of torch's has stepped, the loop has made steps of its own: a last loss that
+        is not finite is then judged as one that a step followed.
+        """
         self._take_shares()
         if self._suspect is not None and not self._steps:
             self._suspect.has_led_to_step = True
             self._judge(self._suspect)
 
     def note_step(self, optimizer: Any, steps: int) -> None:
-        """Take note of a step."""
+        """Assign the last loss to a step of `optimizer`, which is the step number `steps`.
+
+        Reports divergence if that loss is not finite and the step was not skipped, see `_judge`.
+        """
         losses.forget_scaling()
         self._accumulation = max(self._accumulation or 0, self._shares)
         self._shares = 0
@@ -143,7 +153,11 @@ class LossMeter(Observer):
             self.count += 1
 
     def take_each(self) -> tuple[tuple[int, float, str], ...]:
-        """Return the losses since the last time that each have a place in a curve, with it."""
+        """Return the losses since the last call that are points of a curve: (step, loss, curve).
+
+        The curve is "", or ``loss 2`` for the second of optimizers that take turns. With these, a
+        last loss that no step has followed yet is kept for the next call.
+        """
         each, self._each = self._each, []
         if not self._takes_turns:
             return tuple((moment.steps + 1, value, "") for moment, value in each)
@@ -160,7 +174,11 @@ class LossMeter(Observer):
         self._has_scaler = True
 
     def on_backward(self, loss: Any) -> None:
-        """Take a loss: its value at once, since its owner may change it in place."""
+        """Take a loss: on a CPU its value at once, since its owner may change it in place.
+
+        On a GPU or TPU, it is read later. What is no tensor is ignored, and so is a subclass that
+        computes in its own way.
+        """
         torch: Any = sys.modules["torch"]
         if not isinstance(loss, torch.Tensor):
             return
@@ -232,7 +250,11 @@ class LossMeter(Observer):
         each.append((moment, value))
 
     def _judge(self, moment: _Moment) -> None:
-        """Report a loss that is not finite once a step followed it: a loop may skip that step."""
+        """Report divergence if a step followed a loss that is not finite, or after many of them.
+
+        With a scaler, only after `MAX_SKIPPED_LOSSES` in a row, since the scaler may skip the step.
+        Sets `has_diverged` in any case where a step followed.
+        """
         self.has_diverged = self.has_diverged or moment.has_led_to_step
         if self._not_finite >= limits.MAX_SKIPPED_LOSSES or (
             self.has_diverged and not self._has_scaler

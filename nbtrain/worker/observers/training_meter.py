@@ -59,7 +59,7 @@ class TrainingMeter(Observer):
         self._passes = 0  # with the one that feeds this epoch
 
     def listen(self, sources: Collection[str]) -> None:
-        """Observe the training with this meter and all its parts."""
+        """Begin to observe, with the parts that `sources` asks for: "steps", "loss", "data"."""
         if "steps" in sources:
             hooks.add(self._precision)
             hooks.add(self)
@@ -178,7 +178,11 @@ class TrainingMeter(Observer):
             self._writer.write(ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss)))
 
     def _tick(self, began: float, now: float) -> None:
-        """Report the counts if that is due; while a CUDA graph is recorded, later."""
+        """Report the counts if that is due; while a CUDA graph is recorded, later.
+
+        The first call starts a thread that reports counts at rest; its `began` is the time from
+        which the training is measured. `began` and `now` are from `time.monotonic`.
+        """
         if self._began is None:
             self._began = began
             threading.Thread(target=self._report_rests, name="nbtrain-counts", daemon=True).start()

@@ -35,7 +35,11 @@ class RichOutput:
     """Sends the displays of a task. Each task has its own."""
 
     def __init__(self, call: Callable[[Task], Any], *, shows_values: bool = False) -> None:
-        """Run tasks by `call`; with `shows_values`, what a cell ends in is displayed, not logged"""
+        """Prepare to run tasks by `call`.
+
+        With `shows_values`, for live ranks, the value that a cell ends in is displayed, and texts
+        of displays are sent and not printed to the log.
+        """
         self._call, self._shows_values = call, shows_values
         self._names: list[str] = []
         self._spent = 0
@@ -71,8 +75,9 @@ class RichOutput:
     def run(self, task: Task) -> Any:
         """Run a task and return its value, with the rest of its displays sent.
 
-        Of a live cell, the value of the last expression is displayed, and returned only if it is
-        light.
+        In live ranks, the value that a cell ends in is displayed. It is also returned if it is at
+        most `MAX_DISPLAY_BYTES`, else None is; the value of a training function is returned at any
+        size.
         """
         try:
             value = self._call(task)

@@ -97,7 +97,8 @@ class NotCopiedBack(Observer):
     def _new(self, trained: set[int]) -> dict[str, Any]:
         """Return the models that the task has created and trains, by variable.
 
-        Empty if the task requests some variables (``--out``), or seems to save models.
+        Empty if the ranks stay, if the task requests variables (``--out``), or if it seems to save
+        models.
         """
         if not trained or self._plan.out or self._ranks_stay or self._saves:
             return {}

@@ -69,7 +69,7 @@ class WorkSampler(Observer):
         """Whether batches and losses still count."""
 
     def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
-        """Take a batch that a loader gave."""
+        """Keep a checksum of one of the first batches; after them, stop being notified."""
         if self.is_sampling and len(self._batches) < limits.COMPARED_STEPS:
             self._splits_data = self._splits_data if self._batches else _splits_data(iterator)
             self._batches.append(digest(batch))
@@ -118,14 +118,20 @@ class WorkSampler(Observer):
 
     @_harmless
     def report(self, steps: int, loss: float | None) -> None:
-        """Report what is known at the end of the training: its number of steps and last loss."""
+        """Write the evidence at the end of the training, with its `steps` and its last `loss`.
+
+        Does nothing in a single rank. Ends the sampling.
+        """
         if self._world_size > 1:
             self._steps, self.is_sampling = steps, False
             self._look_at_group()
             self._report(loss, is_last=True)
 
     def _report(self, loss: float | None, *, is_last: bool) -> None:
-        """Write the evidence so far as one event; the last has the weights."""
+        """Write the evidence so far as one event; the last has a checksum of the weights.
+
+        Waits for losses that are on a GPU. Writes nothing before a first step or batch.
+        """
         self._losses = [float(value) for value in self._losses]
         if not (self._steps or self._batches):
             return
@@ -247,7 +253,11 @@ def begun_in(group: Any) -> int:
 
 
 def _user_place() -> tuple[tuple[str, int], str]:
-    """Return the line of the user's code that is running, and the library between: 'lightning'."""
+    """Return the line of the user's code that is running, as (file, line), and "lightning".
+
+    The place is ("", 0) without code of the user. The second is "" if Lightning is not between that
+    line and this function.
+    """
     frame: FrameType | None = sys._getframe(1)
     library = ""
     while frame is not None and frame.f_code.co_filename not in RANK_BODY:
