@@ -52,9 +52,9 @@ def get(name: str) -> Engine:
 def choose(plan: Plan) -> Engine:
     """Return a new engine for a plan; for 'auto' and 'tpu', the one that fits this host.
 
-    The engine's `notes` say why 'auto' trains in the kernel. Raises `PlanError` if no library for a
-    TPU is installed, if a plan for several nodes names another engine than 'fork' or this host
-    trains on a TPU, and if the engine cannot be imported.
+    The engine's `notes` explain why 'auto' trains in the kernel. Raises `PlanError` if no library
+    for a TPU is installed, if a plan for several nodes names another engine than 'fork' or this
+    host trains on a TPU, and if the engine cannot be imported.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
     if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
@@ -83,7 +83,7 @@ def choose(plan: Plan) -> Engine:
 
 
 def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
-    """Return the note with which 'auto' takes the inline engine; None if it takes another.
+    """Return the note for a choice of the inline engine by 'auto'; None for another engine.
 
     There is a note if the only rank uses a GPU that the kernel has initialised: a forked rank could
     not use it. None for a plan that needs a process of its own (a timeout, restarts, the

@@ -90,8 +90,8 @@ class Ranks(ABC):
 class Engine(ABC):
     """A way to start ranks, for one launch: `resolve`, `prepare`, `start`, `discard`.
 
-    The attributes tell the rest of nbtrain what the engine can do, so that no other code needs to
-    know its name.
+    The attributes describe to the rest of nbtrain what the engine can do, so that no other code
+    needs to know its name.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Engine(ABC):
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
         """Start to import modules once for all ranks, in another process; called before `start`.
 
-        Returns a function that tells whether the import is still running. An engine that imports
+        Returns a function that returns whether the import is still running. An engine that imports
         nothing ahead returns one that is always False.
         """
         return lambda: False

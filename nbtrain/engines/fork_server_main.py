@@ -37,7 +37,7 @@ def _serve(order: Mapping[str, Any]) -> int:
     """Import modules once, then fork ranks for each request; return the exit code, always 0.
 
     Returns when the kernel has ended, after `SERVER_IDLE_LIMIT_S` without a request, or before the
-    first one if the imports leave a process that cannot fork; the kernel is told so.
+    first one if the imports leave a process that cannot fork; the kernel gets a message.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent(order["parent"])
@@ -122,8 +122,8 @@ def _fork_ranks(
 ) -> int:
     """Fork the ranks of a request; called in a process of its own, which exits afterwards.
 
-    Returns its exit code: 0, or 1 if a fork was refused, which the kernel is told. The ranks become
-    children of the kernel when this process exits.
+    Returns its exit code: 0, or 1 if a fork was refused, which is reported to the kernel. The ranks
+    become children of the kernel when this process exits.
     """
     place, gate, *parcel = descriptors
     os.fchdir(place)
@@ -150,7 +150,7 @@ def _start_rank(
     """Wait to become the kernel's child and for its go, then run the rank or the ranks' store.
 
     Sends the pid to the kernel, and blocks until the kernel has recorded all ranks. Returns the
-    exit code: 1, without running anything, if the launch failed meanwhile.
+    exit code: 1, without running anything, if the launch has failed.
     """
     os.setsid()
     deadline = time.monotonic() + limits.FORK_TIMEOUT_S

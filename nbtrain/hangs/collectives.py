@@ -192,7 +192,7 @@ def read_recorders(
 ) -> dict[int, FlightRecord]:
     """Return the records of the ranks that reply within about `timeout_s`, by rank.
 
-    Ranks on other hosts are asked through their driver. A rank without a reply is absent.
+    Requests for ranks on other hosts go through their driver. A rank without a reply is absent.
     """
     deadline = time.monotonic() + timeout_s
     if folder.questions.exists():
@@ -233,7 +233,7 @@ def read_recorder(socket_path: Path, timeout_s: float) -> FlightRecord | None:
 
 
 def fetch_dump(socket_path: Path, timeout_s: float) -> tuple[bytes, float] | None:
-    """Return the dump of a rank's recorders, and the time before which no entry is its own.
+    """Return the dump of a rank's recorders, and the time from which entries are its own.
 
     `timeout_s` is for each wait, two per recorder. Raises nothing: returns None if the first
     recorder does not reply.

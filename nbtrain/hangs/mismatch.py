@@ -72,7 +72,7 @@ def _explain_different_calls(
 
 
 def describe_others(dead: RankState, state: RunState, place_of: Callable[[RankState], str]) -> str:
-    """Describe the collectives in which other ranks failed, when `dead` left no record.
+    """Describe the last collectives of other failed ranks, when `dead` left no record.
 
     Ranks whose record has no collective are left out; "" if all are.
     """

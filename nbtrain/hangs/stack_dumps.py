@@ -156,7 +156,7 @@ def _register(path: Path) -> None:
     """Handle the signals from now on. The file appears when it is safe to send them.
 
     The first line of the file is JSON: the process, its signals, what it lost in the fork, and the
-    outermost frame of the main thread, with which each complete reply ends. The file is not written
+    outermost frame of the main thread, which ends each complete reply. The file is not written
     by `write_atomically`, because `faulthandler` keeps writing to its descriptor after the rename.
     """
     number = signal_number()
@@ -207,7 +207,7 @@ def _outermost_frame() -> str:
 def _start_server(path: Path) -> object:
     """Start the recorder's server and return it.
 
-    Whatever can fail comes before it is made, because its destructor can hang. Raises `OSError`,
+    All that can fail comes before it is made, because its destructor can hang. Raises `OSError`,
     `ImportError` or `AttributeError` (other private names in this torch).
     """
     from torch._C._distributed_c10d import _WorkerServer
@@ -226,7 +226,7 @@ def _start_server(path: Path) -> object:
 
 
 def _set_start_time(socket_path: str | Path, start_ns: int) -> None:
-    """Store in the socket's mtime the time before which no recorded entry is this rank's."""
+    """Store in the socket's mtime the time from which recorded entries are this rank's."""
     with contextlib.suppress(OSError):
         os.utime(socket_path, ns=(0, start_ns))
 

@@ -314,8 +314,8 @@ def send_signal(
     """Send a rank the signal, and return what is needed to read its reply from its file.
 
     A rank without a handler is not signalled, because it would be killed. For a rank on another
-    host (`is_remote`), nothing is sent: the caller asks that host, and the reply is copied into the
-    file here. If the rank cannot be asked, a `RankStack` with the reason is returned.
+    host (`is_remote`), nothing is sent: the caller sends the request there, and the reply is copied
+    into the file here. If the rank cannot reply, a `RankStack` with the reason is returned.
     """
     path = folder.stacks(rank)
     try:
@@ -424,7 +424,7 @@ def _read_kernel_stacks(
 ) -> RankStack:
     """Return the stacks of a rank that is this process itself (inline engine).
 
-    In another process than that kernel, `trouble` says that the kernel must be asked.
+    In another process than that kernel, `trouble` has the reason: only the kernel can reply.
     """
     if manifest["launcher"] != os.getpid():
         return RankStack(rank, trouble="runs in another kernel (inline engine): ask that kernel")

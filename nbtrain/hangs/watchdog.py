@@ -153,7 +153,7 @@ class HangWatchdog:
     def _check_early(
         self, running: list[RankState], state: RunState, seen: Observation, now: float
     ) -> None:
-        """Look for a deadlock, and for idle ranks, before the silence counts as a hang.
+        """Search for a deadlock, and for idle ranks, before the silence counts as a hang.
 
         Starts a thread that reads the records, or, if all ranks are idle, lowers the silence that
         `check` reports. Does nothing before the next check is due, and for ranks on other hosts.

@@ -51,7 +51,7 @@ def start(engine: Engine, job: Job, state: RunState, *, ends_with_kernel: bool) 
             return None
     except OSError as error:
         reason = f"no process could be made to watch the run ({error.strerror})"
-        with contextlib.suppress(OSError):  # the run must not look like a running one
+        with contextlib.suppress(OSError):  # the run must not appear as a running one
             Supervisor(job.folder, state, job.plan).abort(reason)
         raise LaunchError(reason) from error
 

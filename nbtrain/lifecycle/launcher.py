@@ -171,7 +171,7 @@ def launch(
         config: an ``accelerate config`` file, or 'default' for Accelerate's default file. It sets
             what is None here, and FSDP, DeepSpeed, dynamo and the like.
         env: environment variables of the ranks.
-        timeout: seconds after which nbtrain stops the run, restarts included.
+        timeout: nbtrain stops the run after this many seconds, restarts included.
         max_restarts: how often nbtrain starts all ranks again after one failed, unless the failure
             is a mistake that would only repeat itself; see `nbtrain.last_checkpoint`.
         background: return the run when its ranks have started; it ends with the kernel.

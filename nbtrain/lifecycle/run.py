@@ -292,7 +292,7 @@ class Run:
 
     @property
     def epochs(self) -> Any:
-        """The epochs that are over, as a pandas DataFrame with one row per epoch.
+        """The epochs that have ended, as a pandas DataFrame with one row per epoch.
 
         Its columns are epoch, steps (optimizer steps since the start), seconds (with the
         validation), one for each loss and metric, and best. A metric is the mean over ranks of the
@@ -426,7 +426,7 @@ class Run:
     def show(self, rank: int | None = None) -> None:
         """Draw the run's board in the present cell. A run in the background is drawn live.
 
-        When the run is over, the figures that one rank displayed are shown below.
+        After the run, the figures that one rank displayed are shown below.
 
         Args:
             rank: the rank whose figures are shown; None: rank 0.

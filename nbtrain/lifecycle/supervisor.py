@@ -190,7 +190,7 @@ class Supervisor:
         return exits
 
     def _warn_unresponsive_ranks(self) -> None:
-        """Warn once about live ranks that ignore an interrupt, and say how to end them."""
+        """Warn once about live ranks that ignore an interrupt, and print how to end them."""
         if not self._has_warned_unresponsive:
             self._has_warned_unresponsive = True
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]
@@ -216,7 +216,7 @@ class Supervisor:
     def begin_attempt(self, number: int, reason: str, wait: float, interrupts: Interrupts) -> bool:
         """Record another attempt and forget the last one's stop, then wait `wait` seconds.
 
-        `reason` tells why the last attempt failed. Returns False if the run is stopped meanwhile.
+        `reason` is why the last attempt failed. Returns False if the run is stopped before that.
         """
         self._record([ev.Attempt(clock.now(), -1, number, reason)])
         self._retry_reason = reason
@@ -285,7 +285,7 @@ class Supervisor:
     def abort(self, message: str, code: str = "") -> None:
         """Finish the run as failed, because it could not be started or watched.
 
-        Does nothing if the run is over. `message` and `code` are as for `finish`.
+        Does nothing if the run has ended. `message` and `code` are as for `finish`.
         """
         if self.over.is_set():
             return
@@ -353,7 +353,7 @@ class Supervisor:
         if reason and self._stop.cause != "failed":
             self._places = self._describe_places()
         if reason and (self._stop.cause != "failed" or self._ranks_stay):
-            mark_stopping(self._folder)  # first: ranks check it to tell our SIGINT from Jupyter's
+            mark_stopping(self._folder)  # first: by it, ranks know our SIGINT from Jupyter's
         for action, targets, _ in signals:
             ranks.signal(targets, action)
         self._begin_stop(reason)

@@ -189,8 +189,8 @@ def history() -> tuple[AcceleratorInit, ...]:
 def first_cause(name: str) -> AcceleratorInit:
     """Return where an accelerator was first found initialised, or a framework in use.
 
-    Records new initialisations first, without a cell. The result has no place if none was recorded
-    for `name`.
+    Records new initialisations first, without a cell. The result has no place without a
+    record for `name`.
     """
     record_inits()
     seen = (init for init in _history if init.name == name)

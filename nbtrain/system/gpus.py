@@ -81,7 +81,7 @@ def gpu_count(env: Mapping[str, str] = os.environ) -> int:
 def build_of(torch: Any) -> TorchBuild:
     """Return a torch module's version, and which accelerators it was compiled for.
 
-    The versions of CUDA and HIP are None without them. No device is asked; an attribute that is
+    The versions of CUDA and HIP are None without them. No device is queried; an attribute that is
     missing counts as absent support.
     """
     version = getattr(torch, "version", None)

@@ -124,7 +124,7 @@ def text_of_html(html: str) -> str:
 def strip_escapes_by_line(text: str | None) -> str | None:
     """Return a text without escapes, each line cut to 2,000 characters.
 
-    Overwritten parts of a line stay, such as the states of a progress bar. None stays None.
+    Overwritten parts of a line stay, such as the states of a progress bar.
     """
     lines = (text or "").replace("\r", " ").split("\n")
     return text and "\n".join(strip_escapes(line, 2000) for line in lines)

@@ -177,7 +177,7 @@ def engine(torch_version: str) -> str:
 
 
 def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: str = "xla") -> int:
-    """Return how many processes to start: `asked`, or for None one per chip.
+    """Return how many processes to start: `asked`, by default one per chip.
 
     torch_xla starts one process, on one chip, or one per chip, also if `asked` is the number of
     devices. torch_tpu may start fewer, and reports at its start which numbers of chips it can

@@ -69,7 +69,7 @@ class ChildRanks(Ranks):
 
         Returns their ends, or an empty list, also before the timeout. If the store's process has
         ended, all ranks are killed: otherwise they would wait for it for half an hour. Their
-        `Exit.cause` says so.
+        `Exit.cause` is that reason.
         """
         if self._is_new:  # once for all ranks: a write takes 1 ms, and delays their start
             self._write_ledger()

@@ -181,7 +181,7 @@ class ForkServer:
         return reply
 
     def _handle_reply(self, reply: Mapping[str, Any]) -> None:
-        """Note that the server's imports are over; ignore replies about anything else.
+        """Note that the server's imports have ended; ignore replies about anything else.
 
         Raises `ServerError` if the server cannot fork, or if it has imported a module from another
         file than this process: the ranks would differ. Each later `fork` raises it, too.

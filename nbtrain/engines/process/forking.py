@@ -30,7 +30,7 @@ def ready_to_fork() -> Iterator[None]:
     """Flush the streams, free OpenMP's thread pools, and block SIGINT while the body forks.
 
     A forked child inherits the blocked SIGINT and must unblock it. The signal mask and
-    ``TOKENIZERS_PARALLELISM``, which is set meanwhile, are restored afterwards.
+    ``TOKENIZERS_PARALLELISM``, which is set in the body, are restored afterwards.
     """
     sys.stdout.flush()
     sys.stderr.flush()
