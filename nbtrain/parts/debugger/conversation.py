@@ -82,7 +82,12 @@ class Conversation(Companion):
         return self._is_asking and self._prompt.holds_screen
 
     def attend(self, state: RunState) -> bool:
-        """Exchange lines with the debuggers; return whether one is open."""
+        """Exchange lines with the debuggers; return whether one is open.
+
+        Connects to new ones, and prompts the user without waiting for a line. After ``all …`` it
+        waits up to 2 s for the ranks' answers. A ``q`` in a debugger of code that still runs
+        requests the stop of the run.
+        """
         for rank in state.ranks:
             if rank.debugger and rank.rank not in self._channels:
                 self._connect(rank)
@@ -124,7 +129,11 @@ class Conversation(Companion):
                     self._current, self._is_asking = None, False
 
     def _take(self, rank: int, message: Message) -> None:
-        """Take a message of a rank: text to show, a prompt, or the end of its debugger."""
+        """Handle a rank's message: print its text, note its prompt, or end its turn.
+
+        Only the text of the rank with the prompt is printed. The message of ``q`` requests the stop
+        of the run, and nothing is asked from then on.
+        """
         if rank == self._current:
             self._show(message.get("text", ""))
         self._said[rank] = message
@@ -139,7 +148,10 @@ class Conversation(Companion):
             self._goes_on_since = time.monotonic()
 
     def _ask(self, state: RunState) -> None:
-        """Prompt for a line of the rank that had the prompt last, or of the first that waits."""
+        """Prompt the user for the rank that had the prompt last, or for the first that waits.
+
+        Does nothing while that rank handles a line, nor for 1 s after its code continues.
+        """
         if self._current not in self._waiting:
             if self._current is not None:
                 since = self._goes_on_since
@@ -192,7 +204,10 @@ class Conversation(Companion):
         print(f"{reason}. In the debugger: {format_ranks(sorted(self._waiting))}.", flush=True)
 
     def _tell_all(self, line: str) -> None:
-        """Send a command to every rank that waits, and show each answer with its rank."""
+        """Send a line to every rank that waits, and print each answer with its rank.
+
+        Waits up to 2 s for the answers, and prints which ranks are busy after that.
+        """
         ranks = sorted(self._waiting)
         for rank in ranks:
             self._tell(rank, line)

@@ -34,7 +34,11 @@ class DebuggerRank(RankSide):
     """Has ``breakpoint()`` and failures open a debugger in the notebook."""
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        """Have ``breakpoint()`` and `pdb` in this task open a debugger in the notebook."""
+        """Have ``breakpoint()`` and `pdb` in this task open a debugger in the notebook.
+
+        Forgets the failure of the task before, except in a post-mortem task. With ``--debug`` and
+        on live ranks, collectives wait for 30 days by default.
+        """
         global _active, _failed
         _active = Debugging(job, rank, writer, scratch)
         if not job.plan.is_post_mortem:
@@ -50,7 +54,11 @@ class DebuggerRank(RankSide):
             )
 
     def handle_failure(self, job: Job, error: BaseException) -> None:
-        """Open the debugger at an exception with ``--debug``; live ranks keep the exception."""
+        """Open the debugger at an exception with ``--debug``, and wait until it is left.
+
+        A `KeyboardInterrupt` opens none. A live rank keeps any exception for `debug_failure`, with
+        or without ``--debug``.
+        """
         global _failed
         if _active is not None and job.plan.debug and not isinstance(error, KeyboardInterrupt):
             _active.look_into(error)
@@ -63,7 +71,10 @@ def _wait_for_ever(_original: Any, *_args: Any) -> timedelta:
 
 
 def debug_failure() -> None:
-    """Open the debugger where the last task of a live rank failed."""
+    """Open the debugger where the last task of a live rank failed, and wait until it is left.
+
+    Prints a message where nothing failed.
+    """
     if _failed is None:
         print("Nothing failed on this rank in the last cell.")
     elif _active is not None:
@@ -89,7 +100,11 @@ class Debugging:
         self.open_at_caller()
 
     def post_mortem(self, original: Any, t: Any = None) -> None:
-        """Do what ``pdb.post_mortem()`` does: open the debugger where an exception was raised."""
+        """Do what ``pdb.post_mortem()`` does: open the debugger where an exception was raised.
+
+        `t` is an exception or a traceback; None: the exception that is being handled. Raises
+        `NbtrainError` if the notebook cannot answer.
+        """
         error = sys.exc_info()[1] if t is None else t
         if isinstance(error, TracebackType):
             error = Exception("from a traceback").with_traceback(error)
@@ -100,7 +115,11 @@ class Debugging:
         self.look_into(error)
 
     def open_at_caller(self, *_args: Any, **_options: Any) -> None:
-        """Open the debugger at the caller. Raises `NbtrainError` if the notebook cannot answer."""
+        """Open the debugger at the caller.
+
+        Does nothing with ``PYTHONBREAKPOINT=0``. Raises `NbtrainError` if the notebook cannot
+        answer, and in a process that the rank has started.
+        """
         if os.environ.get("PYTHONBREAKPOINT") == "0":
             return
         self._check("breakpoint")
@@ -109,7 +128,10 @@ class Debugging:
         self._debuggers.own.set_trace(_caller())
 
     def _check(self, call: str) -> None:
-        """Raise `NbtrainError` if the notebook cannot answer."""
+        """Raise `NbtrainError` if the notebook cannot answer, or in a process of the rank's.
+
+        `call` is the name of the user's call, for the message.
+        """
         if os.getpid() != self._process:
             raise NbtrainError(
                 f"{call}() works in a rank itself, not in a process that it has started. To debug "
@@ -122,7 +144,11 @@ class Debugging:
             )
 
     def look_into(self, error: BaseException) -> None:
-        """Open the debugger at the frame that raised, until it is left."""
+        """Open the debugger at the frame that raised, and wait until it is left.
+
+        Does nothing where the notebook cannot answer. Exceptions and interrupts in the debugger are
+        ignored.
+        """
         if self._unanswered or error.__traceback__ is None:
             return
         debugger = make_debugger(self._file, is_over=True)

@@ -46,7 +46,11 @@ class NotebookFile:
         """Whether the notebook has closed the connection, or the run must stop."""
 
     def open(self, filename: str, line: int) -> None:
-        """Call for someone to answer, and begin with the place in the code."""
+        """Report to the notebook that the debugger waits, and where in the code.
+
+        Does not wait for the notebook. Until `leave`, a first interrupt raises nothing in the rank:
+        `readline` looks for it.
+        """
         if self._listener is None:
             self._listener = Listener(self._folder, self._name)
         self._place = f"{short_name(filename)}, line {line}"
@@ -55,14 +59,17 @@ class NotebookFile:
         self._report(str(self._listener.address), self._place)
 
     def leave(self, *, comes_back: bool) -> None:
-        """Report that the code continues, perhaps by only one line."""
+        """Report that the code continues, and send the text that is left.
+
+        `comes_back`: the debugger may open again after one line.
+        """
         if stopping.active is not None:
             stopping.active.is_asked = self._asks
         self._report("", "")
         self._send({"comes_back": comes_back})
 
     def close(self) -> None:
-        """Hang up. May be repeated."""
+        """Close the connection and the listener. May be repeated."""
         if self._channel is not None:
             self._channel.close()
         if self._listener is not None:
@@ -82,7 +89,11 @@ class NotebookFile:
         return False
 
     def readline(self) -> str:
-        """Prompt for a line and wait for it. If the notebook is gone, the code continues."""
+        """Prompt for a line, wait for it, and return it with its newline.
+
+        Returns the command ``c`` (continue), from then on, if the notebook has closed the
+        connection or the run must stop.
+        """
         question = {"place": self._place, "prompt": self.prompt, "is_over": self.is_over}
         if not self.has_ended and self._send(question):
             line = self._receive()
@@ -98,7 +109,11 @@ class NotebookFile:
         self.has_ended = True
 
     def _send(self, message: dict[str, Any]) -> bool:
-        """Send a message with the text so far; return whether somebody is connected."""
+        """Send a message with the text so far; return whether it was sent.
+
+        Waits until the notebook has connected, or the run must stop. Text that cannot be sent is
+        lost, and so is what exceeds `MAX_EXCEPTION_CHARS`.
+        """
         text, self._text = "".join(self._text), []
         if len(text) > MAX_EXCEPTION_CHARS:
             left = len(text) - MAX_EXCEPTION_CHARS
@@ -114,7 +129,10 @@ class NotebookFile:
         return True
 
     def _accept_channel(self) -> Channel | None:
-        """Return the channel, once someone has connected."""
+        """Wait until the notebook has connected, and return the channel.
+
+        None if the run must stop before that, or the file is closed.
+        """
         while self._channel is None and self._listener is not None and not _is_to_stop():
             self._channel = self._listener.accept(POLL_INTERVAL_S)
             if self._channel is not None:
@@ -122,7 +140,10 @@ class NotebookFile:
         return self._channel
 
     def _receive(self) -> str | None:
-        """Return the next line that the user types; none if the rank must stop."""
+        """Wait for the next line that the user types, and return it.
+
+        None if the rank must stop, or the notebook has closed the connection.
+        """
         assert self._channel is not None
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
@@ -150,7 +171,11 @@ def debugger_class() -> type[pdb.Pdb]:
 
 
 def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
-    """Return a debugger behind a file. `is_over`: of code that has ended by an exception."""
+    """Return a debugger that reads from a `NotebookFile` and writes to it.
+
+    `is_over`: the code has ended by an exception. Then ``q`` leaves the debugger; otherwise it
+    stops the run.
+    """
 
     class Debugger(debugger_class()):  # type: ignore[misc]
         def __init__(self) -> None:

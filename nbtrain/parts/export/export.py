@@ -45,7 +45,10 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def shell_command(options: Namespace) -> int:
-    """Carry out ``nbtrain export``. Raises `PlanError`."""
+    """Write the script that ``nbtrain export`` asks for, and print where; return 0.
+
+    Raises `PlanError` for what cannot be exported, as `export` does.
+    """
     output = options.output or options.notebook.with_suffix(".py")
     print(export(options.notebook, output, options.cell))
     return 0
@@ -57,7 +60,8 @@ def save(
     """Write the script of a cell that is about to run; return a message for the user.
 
     `history` has the inputs of earlier cells. `failures` has the line at which a cell failed, by
-    the cell's number. Raises `PlanError` for what cannot be exported.
+    the cell's number. An earlier script of nbtrain's is replaced. Raises `PlanError` for what
+    cannot be exported, and rather than replace any other file.
     """
     path = Path(options.save or "train.py").expanduser()
     inputs = {f"In[{number}]": text for number, text in enumerate(history)}
@@ -69,8 +73,9 @@ def save(
 def export(notebook: Path, path: Path, number: int | None = None) -> str:
     """Write the script of a notebook's ``%%distributed`` cell, the `number`-th if given.
 
-    Nothing runs. Returns a message for the user. Raises `PlanError` if the file is not a notebook,
-    the cell does not exist or has to be chosen, or the cell cannot become a script.
+    Runs nothing, and returns a message for the user. An earlier script of nbtrain's at `path` is
+    replaced. Raises `PlanError` if the notebook cannot be read, the cell does not exist or has to
+    be chosen, it cannot become a script, or `path` is another file.
     """
     try:
         content = json.loads(notebook.read_text(encoding="utf-8"))
@@ -89,7 +94,10 @@ def export(notebook: Path, path: Path, number: int | None = None) -> str:
 
 
 def _chosen(cells: Sequence[str], number: int | None, notebook: Path) -> int:
-    """Return the index of the cell to export."""
+    """Return the index of the cell to export: the `number`-th of the ``%%distributed`` cells.
+
+    Raises `PlanError` if it does not exist, and without a `number` if there are several.
+    """
     matches = [i for i, raw in enumerate(cells) if _MAGIC.match(raw)]
     if not matches:
         raise PlanError(f"{notebook} has no %%distributed cell")
@@ -183,7 +191,10 @@ def _printable(text: str) -> str:
 
 
 def _settings(source: str, options: Namespace) -> list[str]:
-    """Return what the script sets before the cells."""
+    """Return the sections before the cells: environment, seeds, and imports that are missing.
+
+    Variables with a secret are left out. A section may be empty.
+    """
     environment = dict(options.env)
     if options.mixed_precision:
         environment["ACCELERATE_MIXED_PRECISION"] = options.mixed_precision
@@ -226,7 +237,11 @@ offer_tracker()  # for log_with="nbtrain", which Accelerate does not know on its
 
 
 def _call(cell: Cell, known: set[str]) -> str:
-    """Return the call of the training function, with variables for parameters of the same name."""
+    """Return the code that calls the training function; empty without a function.
+
+    Parameters with a name in `known` get the variable of the same name. The call stands under ``if
+    __name__ == "__main__":``.
+    """
     if cell.function is None:
         return ""
     arguments = [
@@ -320,7 +335,10 @@ class _NotebookCell:
 
 
 def _nbtrain_names(node: ast.stmt) -> set[str]:
-    """Return the names that an import gives to nbtrain and to what is in it."""
+    """Return the names that an import gives to nbtrain and to what is in it.
+
+    Empty for any other statement, and for the plain ``import nbtrain``.
+    """
     if isinstance(node, ast.Import):
         return {a.asname for a in node.names if a.name.split(".")[0] == "nbtrain" and a.asname}
     if isinstance(node, ast.ImportFrom) and node.module == "nbtrain":

@@ -20,7 +20,11 @@ class ExportLaunch(LaunchSide):
         failures: Mapping[int, int],
         options: Namespace,
     ) -> None:
-        """Save the cell as a script, with ``--save``, and print where."""
+        """Save the cell as a script, with ``--save``, and print where.
+
+        Raises `PlanError` if the cell cannot become a script, or a file that nbtrain did not write
+        is in the way.
+        """
         if options.save is not None:
             from .export import save
 

@@ -92,7 +92,11 @@ class Forwarder(Companion):
         return self._notes(0.0)
 
     def _notes(self, wait: float, is_pressed: Callable[[], bool] = lambda: True) -> list[ev.Event]:
-        """Return the same, and wait so long for the other's end, or until ■ is pressed."""
+        """Wait up to `wait` seconds for the process's end; return the notes that it has sent.
+
+        The wait ends early when ■ is pressed. Removes the receivers that are done from `_pending`,
+        and closes the connection where the process has ended.
+        """
         until = time.monotonic() + wait
         while self._connection is not None:
             left = until - time.monotonic()
@@ -115,7 +119,11 @@ class Forwarder(Companion):
         return [_note(text) for text in texts if not text.startswith(_DONE)]
 
     def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> list[ev.Event]:
-        """Report how the run ended, wait a little for the receivers, and return their errors."""
+        """Report the end of the run to the process, and return what went wrong as notes.
+
+        Waits up to 10 s for the receivers, not at all after an interrupt, and closes the
+        connection. Empty where all was sent, or the connection was closed before.
+        """
         if self._connection is None:
             return []
         with contextlib.suppress(OSError):
@@ -147,7 +155,10 @@ def _note(text: str) -> ev.Event:
 
 
 def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
-    """Start the process that sends a run to trackers and to people."""
+    """Start the process that sends a run to trackers and to people; return its `Forwarder`.
+
+    Where no process can be started, the notes of the `Forwarder` say so.
+    """
     ours, other = socket.socketpair()
     names = [receiver.name for receiver in _receivers(plan, folder)]
     try:
@@ -165,14 +176,21 @@ def start_forwarder(plan: Plan, folder: RunFolder) -> Forwarder:
 def _fork_forwarder(
     plan: Plan, folder: RunFolder, ours: socket.socket, other: socket.socket
 ) -> int:
-    """Fork the process that forwards, so that it is no child of the kernel."""
+    """Fork the process that forwards, so that it is no child of the kernel; return 0.
+
+    Runs in a process between the kernel and the new one. That process ends at once.
+    """
     ours.close()
     fork_process(partial(_forward, plan, folder, other))
     return 0
 
 
 def _forward(plan: Plan, folder: RunFolder, connection: socket.socket) -> int:
-    """Send the run to all receivers until it has ended; return the exit code."""
+    """Send the run to all receivers until it has ended; return the exit code.
+
+    Runs in the process of its own, which it detaches from the kernel. What is not sent 120 s after
+    the end of the run is lost.
+    """
     kernel_detach.leave_kernel(Path(os.devnull))
     warnings.simplefilter("ignore")  # the notebook's may be errors, which imports would raise
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of a launcher around the kernel
@@ -204,7 +222,10 @@ def _receivers(plan: Plan, folder: RunFolder) -> list[Receiver]:
 def _follow(
     folder: RunFolder, state: RunState, connection: socket.socket, threads: Iterable[_Thread]
 ) -> RunState:
-    """Forward events until the launcher reports how the run ended, or is gone."""
+    """Forward events until the run ends; return its final state.
+
+    A run that the launcher no longer watches ends as lost.
+    """
     reader, received = Reader(folder, state.world_size), b""
     ranks = range(state.world_size)
     while True:
@@ -248,7 +269,10 @@ class _Thread(threading.Thread):
             self._calls.put(partial(call, *args) if call is not None else None)
 
     def run(self) -> None:
-        """Make the queued calls; report an error of the receiver, and that it is done."""
+        """Make the queued calls until the end of the queue, or until the receiver raises an error.
+
+        Sends a line to the launcher for the error, and one at the end in any case.
+        """
         try:
             while (call := self._calls.get()) is not None:
                 call()

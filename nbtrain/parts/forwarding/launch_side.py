@@ -32,7 +32,10 @@ class ForwardingLaunch(LaunchSide):
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        """Start the process that forwards, if the plan has a tracker or an address."""
+        """Start the process that forwards, and return the launcher's side of it.
+
+        None if the plan has no tracker and no address.
+        """
         if not job.plan.track and not any(job.plan.notify):
             return None
         from .forwarder import start_forwarder

@@ -30,7 +30,10 @@ class Notifier:
         self._hang = ""
 
     def start(self, state: RunState) -> None:
-        """Check the address. Raises `ValueError`."""
+        """Load apprise and check the address.
+
+        Raises `ValueError` if apprise does not know the form of the address.
+        """
         import apprise
 
         self._service = apprise.Apprise()
@@ -38,7 +41,10 @@ class Notifier:
             raise ValueError("apprise does not know an address of this form")
 
     def take(self, _events: Sequence[ev.Event], state: RunState) -> None:
-        """Report a hang once."""
+        """Send a message when the run begins to hang.
+
+        Raises `ConnectionError` if the service refuses it.
+        """
         if state.hang and not self._hang:
             self._send(state)
         self._hang = state.hang

@@ -62,7 +62,7 @@ class RunTracker:
         self._take_notes(state)
 
     def finish(self, state: RunState) -> None:
-        """Send the rest, and how the run ended."""
+        """Send the rest and how the run ended, and end the tracker's run."""
         for step, values in self._means.rest():
             self._log(values, step)
         if figures := self._machine.means():
@@ -127,6 +127,7 @@ def _start_tracker(name: str, run: str) -> Any:
     """Return Accelerate's tracker of this name, with a new run in it.
 
     It is made without Accelerate's state, which would initialise the devices that the ranks need.
+    For the whole process, it replaces Accelerate's logger and makes wandb silent.
     """
     from accelerate import tracking
 
@@ -182,7 +183,11 @@ class StepMeans:
     def add(
         self, events: Sequence[ev.Event], world_size: int
     ) -> list[tuple[int, dict[str, float]]]:
-        """Take events; return the steps that are complete, in order."""
+        """Add events; return the steps that are complete, each with its means by name, in order.
+
+        A step is complete when all ranks have passed it, or about 30 s after it began. A new
+        attempt completes all steps before it. Each step is returned once.
+        """
         before = []
         if any(isinstance(event, ev.Attempt) for event in events):  # which goes over steps again
             before = self.rest()
@@ -248,25 +253,31 @@ class Machine:
 
     _values: dict[str, list[float]] = field(default_factory=dict)
     _since: float = 0.0
+    _last: float = 0.0
 
     def add(self, events: Iterable[ev.Event]) -> dict[str, float]:
-        """Take events; return figures now and then."""
+        """Add events; about every 10 s, return the means by name since the last ones.
+
+        Empty in between.
+        """
         for event in events:
             for name, value in _figures(event):
-                self._since = self._since or event.time
+                self._since, self._last = self._since or event.time, event.time
                 self._values.setdefault(f"system/{name}", []).append(value)
-                if event.time > self._since + MACHINE_REPORT_INTERVAL_S:
-                    return self.means()
-        return {}
+        is_due = self._last > self._since + MACHINE_REPORT_INTERVAL_S
+        return self.means() if is_due else {}
 
     def means(self) -> dict[str, float]:
         """Return the figures since the last ones."""
-        values, self._values, self._since = self._values, {}, 0.0
+        values, self._values, self._since, self._last = self._values, {}, 0.0, 0.0
         return {name: sum(each) / len(each) for name, each in values.items()}
 
 
 def _figures(event: ev.Event) -> Iterable[tuple[str, float]]:
-    """Return the machine's figures of an event: cores and GiB, as means over ranks."""
+    """Return the machine's figures of one event by name: CPU cores, GiB, and percent of a GPU.
+
+    Empty for an event that has none.
+    """
     if isinstance(event, ev.Resources):
         gpu = event.gpu_memory
         every = {

@@ -17,7 +17,11 @@ from .kernel_state import describe
 
 
 def refuse_inherited() -> None:
-    """Have what the kernel has computed with raise in this process, which is forked from it."""
+    """Make TensorFlow and JAX raise at their next use, if the kernel has computed with them.
+
+    Call it only in a process that was forked from the kernel. Where a private name of the library
+    has moved, the library is left alone.
+    """
     names = accelerator_guard.frameworks_in_use()
     with contextlib.suppress(AttributeError, KeyError):
         if "TensorFlow" in names:
@@ -48,7 +52,10 @@ def _refuse_tensorflow(module: Any) -> None:
 
 
 def _refuse_jax() -> None:
-    """Have JAX raise where it would use the devices that the kernel has initialised."""
+    """Have JAX raise where it would use the devices that the kernel has initialised.
+
+    Also clears JAX's compiled functions, which run without asking for a device.
+    """
     jax: Any = sys.modules["jax"]
     bridge = sys.modules["jax._src.xla_bridge"]
     for owner, name in (

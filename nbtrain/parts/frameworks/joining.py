@@ -47,7 +47,12 @@ def join_when_asked(inherited: Mapping[str, str]) -> None:
 
 @functools.cache
 def join_early(library: str, inherited: tuple[str, ...]) -> None:
-    """Connect the ranks before a value of the library is made, which forbids it afterwards."""
+    """Connect this rank with the others by JAX or TensorFlow, and wait for them.
+
+    For before a value of the library is made: afterwards the library refuses to connect.
+    `inherited` names variables of the notebook that are removed. Repeated calls do nothing, and
+    neither does a call in the only rank.
+    """
     if current_world().size > 1:
         join_when_asked({name: os.environ[name] for name in inherited if name in os.environ})
         if library == "JAX":
@@ -58,10 +63,10 @@ def join_early(library: str, inherited: tuple[str, ...]) -> None:
 
 @functools.cache
 def set_variables(world: World) -> None:
-    """Set ``TF_CONFIG`` and ``KERAS_DISTRIBUTION_*`` in the environment, for code that reads them.
+    """Set ``TF_CONFIG`` and ``KERAS_DISTRIBUTION_*``, for code that reads them.
 
-    Variables that the user has set stay. If the ranks' addresses are not known in time, nothing is
-    set, which is only logged.
+    Waits up to 10 s for the addresses of all ranks. Without them nothing is set, which is only
+    logged and not tried again. Variables that the user has set stay.
     """
     try:
         found = addresses(EARLY_JOIN_TIMEOUT_S)
@@ -85,7 +90,11 @@ def _tf_config(world: World) -> str:
 
 
 def _create_strategy(original: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-    """Set TF_CONFIG, unless the strategy was given a resolver that reads something else."""
+    """Create a TensorFlow strategy, with ``TF_CONFIG`` set and one GPU visible.
+
+    Waits for the addresses of all ranks, and raises `LaunchError` if one does not come. A strategy
+    with a resolver that reads something else is created as it is.
+    """
     given = inspect.signature(original).bind(strategy, *args, **kwargs).arguments
     resolver = given.get("cluster_resolver")
     if resolver is None or type(resolver).__name__ == "TFConfigClusterResolver":
@@ -113,7 +122,11 @@ def jax_world() -> Any:
 
 
 def _initialize_jax(original: Any, *args: Any, **named: Any) -> None:
-    """Do nothing where the ranks are connected: by `join_early`, or by a cell on live ranks."""
+    """Call ``jax.distributed.initialize``, unless the ranks are connected already.
+
+    They are after `join_early`, or after an earlier cell on live ranks. Arguments that name another
+    world are passed on, and JAX refuses them.
+    """
     if (world := jax_world()) is None:
         if "shutdown_timeout_seconds" in inspect.signature(original).parameters:
             named.setdefault("shutdown_timeout_seconds", JAX_EXIT_TIMEOUT_S)
@@ -125,10 +138,10 @@ def _initialize_jax(original: Any, *args: Any, **named: Any) -> None:
 
 
 def leave_jax() -> None:
-    """Leave JAX's world when all ranks do: its service ends the process of each that is left.
+    """Wait for JAX's queued work and for all ranks, and leave JAX's world.
 
-    Where rank 0 returned first, the others were ended by SIGABRT (JAX 0.10). Work that is queued
-    may need the service.
+    Does nothing outside of one. If rank 0 did not wait, the end of its service would end the other
+    ranks by SIGABRT (JAX 0.10). Queued work may need the service, too.
     """
     if jax_world() is not None:
         jax: Any = sys.modules["jax"]

@@ -38,7 +38,10 @@ class KerasModels:
         return [zlib.crc32(array.tobytes()) for array in model.get_weights()]
 
     def load(self, model: Any, path: Path) -> None:
-        """Load saved weights into a Keras model. Raises `NbtrainError` if they do not fit."""
+        """Load saved weights into a Keras model, in place.
+
+        Raises `NbtrainError` if the model is not built, or its weights have other shapes.
+        """
         from safetensors.numpy import load_file
 
         if not model.built:
@@ -61,7 +64,11 @@ def register() -> None:
 
 
 def find_models(plan: Plan) -> dict[str, Any]:
-    """Return the Keras models that the task refers to and that are copied back, by name."""
+    """Return the Keras models that the task refers to and that are copied back, by name.
+
+    A model with several names has the first one. Keras models on torch are not among them, nor
+    models inside another one. Empty where Keras is not imported.
+    """
     kinds = (getattr(sys.modules.get(name), "Model", None) for name in ("keras", "tf_keras"))
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     if not classes:
@@ -78,9 +85,10 @@ def find_models(plan: Plan) -> dict[str, Any]:
 def send_weights(
     models: Mapping[str, Any], rank: int, folder: RunFolder, writer: EventWriter
 ) -> None:
-    """Save the weights of models in the run's folder. Every rank calls it; rank 0 saves.
+    """Save the weights of models in the run's folder, and report each model as an event.
 
-    Reports what cannot be saved, and raises nothing: the training is done.
+    Every rank must call it, because weights in parts are gathered. Rank 0 saves and reports, also
+    what cannot be saved. Raises nothing: the training is done.
     """
     for name, model in models.items():
         path = folder.weights_of(name)

@@ -38,7 +38,10 @@ class FreshEngine(SpawnEngine):
         self.notes = [reason]
 
     def prepare(self, plan: Plan) -> None:
-        """Pack what the ranks will need. Raises `PlanError`."""
+        """Pack what the ranks will need.
+
+        Raises `PlanError` if it cannot be sent, after the reason for fresh processes.
+        """
         try:
             super().prepare(plan)
         except PlanError as error:
@@ -46,9 +49,10 @@ class FreshEngine(SpawnEngine):
 
 
 def choose_engine(plan: Plan, engine: Engine) -> Engine:
-    """Return fresh processes where the ranks would use what the kernel has computed with.
+    """Return an engine of fresh processes if forked ranks may use what the kernel computed with.
 
-    Live ranks may use it later. Raises `PreflightError` where the plan allows no fresh process.
+    Otherwise returns `engine`. Live ranks always count as using it later. Raises `PreflightError`
+    if a plan with such a task names its engine, or has several nodes.
     """
     in_use = accelerator_guard.frameworks_in_use()
     look = partial(used_by, plan.task, in_use)

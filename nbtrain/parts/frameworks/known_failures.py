@@ -66,7 +66,10 @@ def _has_chosen_keras_3() -> bool:
 
 
 def _broken_fit(plan: Plan, engine: Engine) -> Iterator[Finding]:
-    """Refuse the first call of a broken `fit` in the task's source."""
+    """Yield a finding that refuses the first `fit` of a Keras model in the task's source.
+
+    Yields nothing if the source has none.
+    """
     options = f"--env {_LEGACY}=1"
     if engine.forks_kernel and "tensorflow" in sys.modules:  # which Keras it has is settled
         options += " --engine spawn"

@@ -22,7 +22,11 @@ class FrameworksLaunch(LaunchSide):
     """Chooses fresh processes where forked ranks would hang, and refuses what would fail."""
 
     def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
-        """Start fresh processes where the kernel has initialised TensorFlow or JAX."""
+        """Return the engine to use: fresh processes where forks of this kernel would hang.
+
+        Otherwise returns `engine`. Also prepares how values of the frameworks are sent. Raises
+        `PreflightError` where fresh processes are needed and the plan does not allow them.
+        """
         if _has_imported():
             from . import values
 

@@ -42,7 +42,10 @@ class LoneRanks(Observer):
         self._trains_with_torch = True
 
     def on_training_end(self, wait: bool) -> None:
-        """Write a note about what the ranks used separately; one rank writes it for all."""
+        """Write a note if the ranks used a framework without being connected.
+
+        Writes nothing without `wait`. Only rank 0 has this observer, so there is one note.
+        """
         new = sorted(set(frameworks_in_use()) - set(self._before))
         if not wait or not new or self._trains_with_torch or is_in_group() or is_in_world():
             return

@@ -43,7 +43,12 @@ class FrameworksRank(RankSide):
         self._models: Mapping[str, Any] = {}
 
     def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        """Watch the frameworks in this task, and have their processes join."""
+        """Prepare to connect the ranks and to report progress, once a framework is imported.
+
+        A forked rank is refused what the kernel has computed with. Where the task's code reads
+        ``TF_CONFIG`` or the like itself, the variables are set now, after up to 10 s of waiting for
+        the other ranks.
+        """
         if self._inherited is None:  # the first task of this process
             if accelerator_guard.frameworks_in_use() and _is_forked():
                 from .inherited import refuse_inherited
@@ -90,7 +95,10 @@ class FrameworksRank(RankSide):
             joining.set_variables(own)
 
     def finish_task(self, job: Job) -> None:
-        """Send the weights of Keras models, and leave JAX's group of processes."""
+        """Save the weights of Keras models, and leave JAX's world, which waits for all ranks.
+
+        Live ranks stay in JAX's world, because a later cell may continue in it.
+        """
         if self._models:
             from .keras_models import send_weights
 

@@ -56,7 +56,10 @@ def _set_reducer(package: str, reduce: Callable[[Any], Any], _module: object) ->
 
 
 def prepare(plan: Plan) -> None:
-    """Get ready to send what a launch needs."""
+    """Register how values are pickled, and note whether the plan's ranks connect early.
+
+    The note is global: it goes with every value that is pickled until the next call.
+    """
     global _joining
     register()
     keras_models.register()
@@ -66,7 +69,10 @@ def prepare(plan: Plan) -> None:
 
 
 def _reduce_array(value: Any) -> Any:
-    """Pickle an array of JAX as numpy's. Raises `TypeError` if each rank has a part of it."""
+    """Pickle an array of JAX as NumPy's; return NotImplemented for any other value.
+
+    Raises `TypeError` if each rank has a part of the array.
+    """
     if not isinstance(value, sys.modules["jax"].Array):
         return NotImplemented
     if not (value.is_fully_addressable or value.is_fully_replicated):
@@ -78,7 +84,7 @@ def _reduce_array(value: Any) -> Any:
 
 
 def _reduce_key(value: Any) -> Any:
-    """Send a key of ``jax.random.key`` as its data."""
+    """Pickle a key of ``jax.random.key`` as its data; return NotImplemented for another value."""
     jax: Any = sys.modules["jax"]
     if not isinstance(value, jax.Array) or not hasattr(jax.random, "wrap_key_data"):
         return NotImplemented
@@ -87,7 +93,10 @@ def _reduce_key(value: Any) -> Any:
 
 
 def _reduce_tensor(value: Any) -> Any:
-    """Pickle a tensor or variable of TensorFlow as an array of numpy."""
+    """Pickle a tensor or variable of TensorFlow as an array of NumPy.
+
+    Returns NotImplemented for any other value, and for a tensor without values.
+    """
     tf: Any = sys.modules["tensorflow"]
     if isinstance(value, tf.Variable):
         kept = {"name": value.name.partition(":")[0], "trainable": value.trainable}
@@ -98,9 +107,11 @@ def _reduce_tensor(value: Any) -> Any:
 
 
 def _array(library: str, joining: Joining, data: Any, kept: Mapping[str, Any] | None = None) -> Any:
-    """Return an array of the library, or of NumPy where nothing computes with the library.
+    """Return the data as an array of the library, or as it is where it must stay NumPy's.
 
-    What is `kept` is of a variable of TensorFlow's, or of a key of JAX's.
+    It stays so where the notebook has not computed with the library, and where JAX would cut 64
+    bits. A rank that is to connect early does so first, and waits for the others. `kept` has the
+    options of a TensorFlow variable, or of a JAX key.
     """
     if _is_rank():
         _join(library, joining)
@@ -117,7 +128,10 @@ def _array(library: str, joining: Joining, data: Any, kept: Mapping[str, Any] | 
 
 
 def _reduce_model(value: Any) -> Any:
-    """Send a Keras model in its own form, as Keras pickles it once it is built."""
+    """Pickle a Keras model in its own form, as Keras does once the model is built.
+
+    Returns NotImplemented for any other value, and for a model that Keras pickles otherwise.
+    """
     keras: Any = sys.modules[type(value).__module__.partition(".")[0]]
     reduced = value.__reduce__() if isinstance(value, keras.Model) else ()
     if len(reduced) != 2:

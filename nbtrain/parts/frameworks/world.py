@@ -50,7 +50,10 @@ _addresses: Addresses | None = None
 
 
 def set_world(job: Job, rank: int) -> World:
-    """Remember where the ranks of a job meet, and return it."""
+    """Remember the world of this rank in the process's first task, and return it.
+
+    Later calls return the same world: a live rank's is that of its first task.
+    """
     global _world
     if _world is None:  # a live rank's world is that of its first task
         place = job.world or Placement(0, 1, 0, job.world_size, "127.0.0.1", job.port)
@@ -106,7 +109,10 @@ def _own_host(world: World) -> str:
 
 @functools.cache
 def _reserve() -> list[socket.socket]:
-    """Reserve two ports: as a worker, and as the coordinator."""
+    """Bind two ports, for this rank as a worker and as the coordinator; return their sockets.
+
+    Later calls return the same sockets, which stay bound until the process ends.
+    """
     reserved = [socket.socket(), socket.socket()]
     for each in reserved:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

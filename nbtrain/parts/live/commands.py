@@ -28,7 +28,11 @@ _HINT = " (%nbtrain? shows the commands)"
 
 
 def command(typed: Typed) -> object:
-    """Run a command, and print its result. Raises `PlanError`."""
+    """Run a command for live ranks, and print its result.
+
+    Returns `PASS` for a ``stop`` that is about a run, otherwise None. Raises `PlanError` for wrong
+    arguments, and without live ranks.
+    """
     if typed.command == "stop":
         are_there = live_ranks.current() is not None or live_ranks.find_lost_ranks() is not None
         if not are_there or typed.text.strip():
@@ -39,7 +43,10 @@ def command(typed: Typed) -> object:
 
 
 def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
-    """Carry out a command, and return what to print. Raises `PlanError`."""
+    """Carry out a command, and return what to print; empty for nothing.
+
+    Raises `PlanError` for wrong arguments, and without live ranks.
+    """
     if name in ("start", "restart"):
         return _start(name, text, namespace)
     ranks, lost = live_ranks.current(), live_ranks.find_lost_ranks()
@@ -71,7 +78,11 @@ def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
 
 
 def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
-    """Start or restart live ranks, bind them to `ranks`, and return what to print."""
+    """Start live ranks, bind them to the variable `ranks`, and return what to print.
+
+    A ``restart`` first ends those that live, and without options takes the last ones. A value of
+    the user's own in `ranks` stays.
+    """
     global _last_options
     old = live_ranks.current()
     given = split_line(text)
@@ -105,7 +116,10 @@ def _start_options() -> list[Any]:
 
 
 def _names(name: str, text: str) -> list[str]:
-    """Return the names that ``push`` or ``pull`` was given. Raises `PlanError`."""
+    """Return the names that ``push`` or ``pull`` was given.
+
+    Raises `PlanError` if there are none, or one cannot be a variable's name.
+    """
     words = split_line(text.replace(",", " "))
     if not words or not all(word.isidentifier() for word in words):
         raise PlanError(f"%nbtrain {name} needs names of variables: %nbtrain {name} model, lr")
@@ -113,7 +127,7 @@ def _names(name: str, text: str) -> list[str]:
 
 
 def _split_rank(text: str) -> tuple[str, int | None]:
-    """Split ``--rank 1`` off the text of a command."""
+    """Return the text of a command without its ``--rank``, and that rank; None without one."""
     match = re.search(rf"(?:--rank|-r)[ =]+({_NUMBER})(?!\S)", text)
     if match is None:
         return text, None
@@ -136,7 +150,10 @@ def check_options(options: Namespace) -> None:
 
 
 def read_ranks(text: str, world_size: int) -> list[int]:
-    """Read ``0,2-3``. Raises `PlanError`."""
+    """Return the ranks that a text such as ``0,2-3`` names, in order and each once.
+
+    Raises `PlanError` for any other text, and for a rank that does not exist.
+    """
     ranks: list[int] = []
     for part in text.replace(" ", "").split(","):
         match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", part)

@@ -60,7 +60,7 @@ class LiveEngine(Engine):
         self._parcel: payload.PackedPlan | None = None
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
-        """Give the plan the number of ranks and the precision that these have."""
+        """Return the plan with the number and the precision of the live ranks, and their device."""
         members = self._members
         plan = replace(plan, engine=self.name, num_processes=members.world_size)
         return replace(plan, mixed_precision=members.mixed_precision), members.device
@@ -88,7 +88,10 @@ class LiveEngine(Engine):
         return self._members.occupied()
 
     def start(self, job: Job) -> Ranks:
-        """Send the task to its ranks."""
+        """Send the task to its ranks, and return these ranks.
+
+        Does not wait for them: `wait` reports a rank that has ended.
+        """
         assert self._parcel is not None
         ranks = TaskRanks(self._members, self._targets, job.folder)
         message = {"do": "run", "folder": str(job.folder.path), "sent": self.sent}
@@ -161,7 +164,10 @@ class TaskRanks(Ranks):
         return news
 
     def signal(self, ranks: Collection[int], action: Action) -> None:
-        """Interrupt the task. What would end a process ends all of them: a second ■."""
+        """Interrupt the task on these ranks. Any other action ends all live ranks.
+
+        That is a second ■. The variables of the ranks are lost then.
+        """
         if action != "interrupt":
             self._members.end("by a second interrupt")
             return

@@ -37,9 +37,10 @@ class ProcessGroups:
             patch(owner, "destroy_process_group", self._leave)
 
     def _meet(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Give each default group keys of its own in the store, where those of earlier ones stay.
+        """Return the store for a default group, with a prefix that no earlier group had.
 
-        A rank would take a peer's old address for its new one, and be alone in the group.
+        The keys of earlier groups stay in the store: a rank would take a peer's old address for its
+        new one, and be alone in the group.
         """
         store = original(*args, **kwargs)
         if self._keys == (0, 0):
@@ -71,7 +72,11 @@ class ProcessGroups:
             self._sockets |= set(_connections()) - before
 
     def abort(self) -> None:
-        """Have the collectives of this process raise, the ones of all its groups."""
+        """Make the collectives of all groups of this process raise, from any thread.
+
+        With gloo, this closes the groups' connections. With NCCL, the process has left all its
+        groups then. No group is usable before `reform`.
+        """
         self._is_broken = True
         stores = _store_ports()
         for descriptor, name in _descriptors():

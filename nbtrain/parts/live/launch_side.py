@@ -19,7 +19,11 @@ class LiveLaunch(LaunchSide):
     """Sends cells to live ranks; imports nothing where there never were any."""
 
     def place(self, options: Namespace) -> CellPlace | None:
-        """Return the live ranks as the place for a cell, if there are any. Raises `PlanError`."""
+        """Return the live ranks as the place for a cell; None with ``--new``, or if there are none.
+
+        Raises `PlanError` if the live ranks have ended without being stopped, and for ``--ranks``
+        without live ranks.
+        """
         ranks = None if options.new else _call_if_imported("current")
         lost = _call_if_imported("find_lost_ranks") if ranks is None and not options.new else None
         if lost is not None:
@@ -33,7 +37,10 @@ class LiveLaunch(LaunchSide):
         return None if ranks is None else _OnLiveRanks(ranks, options)
 
     def debug(self, error: BaseException) -> bool:
-        """Open the debugger where the last task on live ranks raised `error`, if it did."""
+        """Open the debugger if the last task on live ranks raised `error`; return whether it did.
+
+        Waits until the debugger is left.
+        """
         ranks = _call_if_imported("current")
         if ranks is None or ranks.error is not error:
             return False
@@ -52,7 +59,10 @@ class _OnLiveRanks:
         return self._ranks.names[0]
 
     def run(self, plan: Plan) -> Any:
-        """Run a cell on the live ranks that ``--ranks`` names, or on all. Raises `PlanError`."""
+        """Run a cell on the live ranks that ``--ranks`` names, or on all, and return its run.
+
+        Raises `PlanError` for options that do not suit live ranks, and what the cell raises.
+        """
         from .commands import check_options, read_ranks
 
         check_options(self._options)

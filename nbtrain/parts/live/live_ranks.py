@@ -115,7 +115,10 @@ def start(
 
 
 def _listener(plan: Plan, folder: Path) -> Listener:
-    """Open a socket that the ranks of a plan can connect to. Raises `PlanError` if they cannot."""
+    """Open a socket that the ranks of a plan can connect to.
+
+    Raises `PlanError` if this system or the plan's engine has no live ranks.
+    """
     if sys.platform != "linux":
         raise PlanError("live ranks work on Linux only")
     engine = engines.choose(plan)
@@ -131,7 +134,11 @@ _OPTIONS = (
 
 
 def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapshot) -> LiveRanks:
-    """Wait until each rank has connected. Raises `LaunchError`, and then ends them."""
+    """Wait up to 120 s until each rank has connected, and make them the current live ranks.
+
+    They are stopped when this process exits. Raises what ended a rank, or `LaunchError`; then, as
+    after an interrupt, all ranks are ended.
+    """
     global _live, _live_pid
     channels: dict[int, Channel] = {}
     names: dict[int, set[str]] = {}
@@ -164,7 +171,10 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
 
 
 def _hello(channel: Channel, secret: str) -> Message | None:
-    """Return the first message of a rank, or close the connection."""
+    """Return the first message of a rank.
+
+    None if it is not a rank's, with the `secret`; then the connection is closed.
+    """
     # Any data of another process, such as deeply nested JSON, ends only this connection.
     with contextlib.suppress(Exception):
         message, _ = channel.receive()
@@ -192,7 +202,11 @@ def find_lost_ranks() -> LiveRanks | None:
 def _exclusive_use(
     method: Callable[Concatenate[LiveRanks, _P], _T],
 ) -> Callable[Concatenate[LiveRanks, _P], _T]:
-    """Let the ranks do one thing at a time, and do not count them as idle."""
+    """Make a method wait until the ranks are free, and let no other thread use them meanwhile.
+
+    In the main thread it first waits for a task in the background, with a message. The time for
+    which the ranks count as idle begins at the method's end.
+    """
 
     @functools.wraps(method)
     def used(self: LiveRanks, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -345,7 +359,11 @@ class LiveRanks:
         self._channels[rank].send(message, data)
 
     def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:
-        """Return the next message of each rank that has one; None for a rank that is gone."""
+        """Wait up to `timeout` s for messages, and return the next one of each rank that has one.
+
+        None for a rank that is gone. A part of a file is saved and not returned, so the result may
+        be empty before the timeout.
+        """
         channels = {rank: self._channels.get(rank) for rank in ranks}
         # Another thread may close one: its descriptor is negative then.
         descriptors = {r: channel.fileno() if channel else -1 for r, channel in channels.items()}
@@ -409,7 +427,10 @@ class LiveRanks:
                 partial.replace(path)
 
     def end_of(self, rank: int) -> Exit:
-        """Return how the process of a rank ended, which its keeper learns at about this moment."""
+        """Return how the process of a rank ended; wait up to 2 s until that is known.
+
+        For ranks on other hosts up to 15 s. The return code is None if it is still not known.
+        """
         patience = UNKILLABLE_AFTER_S if self._are_far else FAILURE_REPORT_TIMEOUT_S
         deadline = time.monotonic() + patience
         while not (state := self._run.state.ranks[rank]).is_over and time.monotonic() < deadline:
@@ -440,7 +461,8 @@ class LiveRanks:
     def run_plan(self, plan: Plan, ranks: Sequence[int] | None = None) -> Run:
         """Run a plan's task on some ranks, all by default. Raises what `nbtrain.launch` does.
 
-        A background run is returned after its start; the next use of the ranks waits for it.
+        A background run is returned after its start. The next use of the ranks waits for its end,
+        but another background run raises `PlanError`.
         """
         targets = list(range(self.world_size)) if ranks is None else list(ranks)
         if plan.is_background:
@@ -449,7 +471,10 @@ class LiveRanks:
 
     @_exclusive_use
     def _run_now(self, plan: Plan, targets: Sequence[int]) -> Run:
-        """Run a task and wait for it, and keep the error that it raises for `debug`."""
+        """Run a task and wait for it; keep the error that it raises for `debug`, and raise it.
+
+        Afterwards forms the process group again, if that is needed.
+        """
         try:
             run = self._launch_task(plan, targets)
         except BaseException as error:  # including an interrupt: `debug` needs the last exception
@@ -490,7 +515,11 @@ class LiveRanks:
         return self._background_run
 
     def _launch_task(self, plan: Plan, targets: Sequence[int]) -> Run:
-        """Launch a task on ranks, with the variables of the notebook that these lack."""
+        """Launch a task on ranks, with the variables of the notebook that these lack.
+
+        Returns its run, and waits for the end unless the plan is a background one. Raises
+        `RankDied` or `NbtrainError` if ranks have ended, and what the task raises.
+        """
         self._recover()  # an interrupt may have come before it was done
         self._check_is_whole()
         if isinstance(plan.task, Cell):
@@ -516,7 +545,10 @@ class LiveRanks:
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
-        """Have the ranks do a task of another thread, and make them ready for the next one."""
+        """Keep the ranks for a task in the background while the body runs.
+
+        Other threads wait. At the end the ranks are made ready for the next task.
+        """
         with self._turn:
             try:
                 yield
@@ -528,7 +560,7 @@ class LiveRanks:
                     self._is_free.set()
 
     def doing(self, rank: int) -> str:
-        """Return what a rank does now."""
+        """Return what a rank does now, in words; empty for a rank that has ended."""
         if rank in self.dead():
             return ""
         if (busy := self._busy_with()) and rank in self._background_ranks:
@@ -547,7 +579,10 @@ class LiveRanks:
         return self._background_run is not None and self._background_run.state.is_over
 
     def _wait_for_background(self) -> None:
-        """Print a message and wait until the ranks are free. An interrupt ends only the wait."""
+        """Wait until a task in the background has ended, with a message, and print the news.
+
+        Does nothing outside of the main thread. An interrupt ends only the wait.
+        """
         if threading.current_thread() is threading.main_thread():
             if (busy := self._busy_with()) and self._background_run is not None:
                 if not self._is_settling():
@@ -566,13 +601,15 @@ class LiveRanks:
 
     @_exclusive_use
     def debug(self, rank: int | None = None) -> None:
-        """Open the debugger at the line where the last task failed.
+        """Open the debugger at the line where the last task failed, and wait until it is left.
 
         Args:
             rank: the rank to debug; None: the rank that failed first.
 
         Raises:
-            PlanError: there is no notebook or terminal to type in, or no task has failed.
+            PlanError: the ranks are on a cluster, there is no notebook or terminal to type in, no
+                task has failed, or there is no such rank.
+            NbtrainError: a rank has ended.
         """
         if self._are_far:
             raise PlanError(
@@ -603,7 +640,10 @@ class LiveRanks:
             )
 
     def _check_is_whole(self) -> None:
-        """Raise `RankDied` if a rank has ended."""
+        """Raise `RankDied` if some ranks have ended, and `NbtrainError` if all of them have.
+
+        Also raises `NbtrainError` if the ranks could not be made ready after an earlier task.
+        """
         dead = self.dead()
         if self.has_ended:
             raise NbtrainError(f"{self.end_reason}. %nbtrain restart starts new ranks")
@@ -616,7 +656,11 @@ class LiveRanks:
             raise NbtrainError(f"{self._trouble}. %nbtrain restart starts new ranks")
 
     def _recover(self) -> None:
-        """Form the process group again if a task ended within a collective."""
+        """Form the process group again if a task ended within a collective, and wait for that.
+
+        Does nothing if a rank has ended. A failure is not raised: the next task raises it. What
+        happened is kept for `_say_news`.
+        """
         states = [state for state in self._groups.values() if state["is_formed"]]
         was_cut_off = any(state["is_broken"] for state in self._groups.values())
         is_needed = was_cut_off and (bool(states) or self.device == "xla")
@@ -649,9 +693,11 @@ class LiveRanks:
         *,
         may_stop: bool = True,
     ) -> dict[int, Message]:
-        """Send a message and return the answers. Raises `NbtrainError` for what went wrong.
+        """Send a message to ranks, and return their answers by rank.
 
-        An interrupt ends it, if it `may_stop`.
+        Waits for the ranks to be free, and then up to 30 s. The caller closes descriptors in
+        ``data``. Raises `NbtrainError` for an error in a rank or no answer, and `RankDied` for a
+        rank that has ended. An interrupt ends the wait, if it `may_stop`.
         """
         if self.has_ended:
             self._check_is_whole()
@@ -687,7 +733,11 @@ class LiveRanks:
         patience: float,
         interrupts: Interrupts | None = None,
     ) -> None:
-        """Wait for the answers to a question. Raises `RankDied`, `KeyboardInterrupt`."""
+        """Add the answers to a question to `answers`, until all are there or time is up.
+
+        `patience` is in seconds. Raises `RankDied` for a rank that has ended, and
+        `KeyboardInterrupt` if `interrupts` has counted one.
+        """
         deadline = time.monotonic() + patience
         while (left := set(waiting) - answers.keys()) and time.monotonic() < deadline:
             if interrupts is not None and interrupts.count:
@@ -705,7 +755,10 @@ class LiveRanks:
                 self.send(rank, {"do": "interrupt", "id": number})
 
     def _give_up(self, number: int, silent: Sequence[int]) -> None:
-        """Raise `NbtrainError` for ranks that do not answer; no cell waits for them either."""
+        """Interrupt ranks that did not answer, wait up to 5 s for them, raise `NbtrainError`.
+
+        If a rank ignores the interrupt, every later task is refused.
+        """
         late: dict[int, Message] = {}
         self._interrupt(number, silent)
         self._collect(number, silent, late, UNRESPONSIVE_AFTER_S)
@@ -742,11 +795,16 @@ class LiveRanks:
     def pull(self, *names: str, rank: int = 0) -> None:
         """Copy variables of a rank into the notebook, under the same names.
 
-        A model, an optimizer or a scheduler is loaded in place into the notebook's one.
+        A model, an optimizer or a scheduler is loaded in place into the notebook's one. Any other
+        variable of the notebook is replaced.
 
         Args:
             names: names of the rank's variables.
             rank: the rank to copy from.
+
+        Raises:
+            PlanError: there is no such rank.
+            NbtrainError: the rank has ended, has no such variable, or cannot send its value.
         """
         self._check_rank(rank)
         is_whole = not rank and not self.dead()
@@ -791,7 +849,10 @@ class LiveRanks:
         self._stop("by %nbtrain stop")
 
     def _stop(self, how: str) -> None:
-        """End a task in the background, then all ranks."""
+        """End a task in the background, then all ranks, and wait until they have ended.
+
+        Does nothing in a process that was forked from the notebook's.
+        """
         if os.getpid() != _live_pid:
             return
         self._is_stopped.set()

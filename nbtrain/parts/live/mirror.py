@@ -18,7 +18,11 @@ from ...transport.file_sync import read_appended
 
 @contextlib.contextmanager
 def mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterator[RunFolder]:
-    """Yield a folder in `place`. At the end of the block, it is copied home and deleted."""
+    """Yield a new folder in `place`, and copy it to the notebook through the channel.
+
+    Events and log are sent as they grow, by a thread. At the end of the block the other files are
+    sent, and the folder is deleted. If the notebook is gone, nothing is raised.
+    """
     folder = RunFolder(Path(tempfile.mkdtemp(prefix=f"task-{task}-", dir=place)))
     is_over = threading.Event()
     have = {path.name: 0 for path in (folder.events(rank), folder.log(rank))}
@@ -44,7 +48,10 @@ def mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterato
 
 
 def _send_growth(channel: Channel, task: int, folder: RunFolder, have: dict[str, int]) -> bool:
-    """Send what has been appended to the files; return whether that was anything."""
+    """Send what has been appended to the files; return whether that was anything.
+
+    `have` gets the bytes of each file that are sent. Raises `OSError` if the notebook is gone.
+    """
     parts = read_appended(folder.path, have)
     for name, (offset, data) in parts.items():
         with fill_memory_file(lambda file, data=data: file.write(data)) as file:  # type: ignore[misc]

@@ -75,7 +75,10 @@ def _settings(module: Any) -> str:
 
 
 def dump_state(value: Any) -> dict[str, Any]:
-    """Return the state of a model or an optimizer, for `load_state`."""
+    """Return the state of a model or an optimizer, for `load_state`.
+
+    A model's tensors are not copied: they share its memory.
+    """
     if not is_model(value):
         return dict(value.state_dict())
     # Detached, so that pickling them does not refer to parts of the model.

@@ -38,7 +38,10 @@ class ReloadedModules:
         self._look()
 
     def take(self, rank: int) -> dict[str, str]:
-        """Return what a rank must reload: the sources by the names of modules."""
+        """Return what a rank must reload, once: the sources by the names of modules.
+
+        Empty if nothing was reloaded since the last call for this rank.
+        """
         for name, source in self._look().items():
             for waiting in self._sources.values():
                 waiting[name] = source
@@ -90,13 +93,11 @@ def _is_reloaded(mark: _Mark, known: _Mark) -> bool:
 
 
 def reload_modules(sources: dict[str, str]) -> None:
-    """Run sources in their modules, where this process has them, and change what came of the old.
+    """Run new sources in the modules of this process, and update the objects of the old code.
 
-    What was run is taken out of `sources`; what raises stays there, for the next time. A module's
-    variables stay, as by `importlib.reload`.
-
-    Functions, classes and instances that others have already imported change, too, by the means of
-    ``%autoreload``. The source comes with the message: a rank on another host may lack the file.
+    Each module that has run is removed from `sources`, and so is one that this process has not
+    imported. What a module raises is raised: it and those after it stay. Variables of a module
+    stay. The updates need IPython's ``%autoreload``.
     """
     if not sources:
         return

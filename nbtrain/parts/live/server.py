@@ -75,7 +75,7 @@ class LiveRank:
         self._groups.install()
 
     def run(self) -> None:
-        """Handle messages, one after the other."""
+        """Handle the notebook's messages, one after the other, until the notebook disconnects."""
         threading.Thread(target=self._receive, name="nbtrain-live", daemon=True).start()
         while (received := self._waiting.get()) is not None:
             message, data = received
@@ -90,7 +90,10 @@ class LiveRank:
                     os.close(descriptor)
 
     def _answer(self, message: Message, data: int | None) -> Message:
-        """Handle a message. An interrupt for it ends nothing else."""
+        """Handle a message, and return the answer; its ``error`` is what went wrong.
+
+        An interrupt of this message ends nothing else.
+        """
         idle = signal.getsignal(signal.SIGINT)
         answer: Message = {"error": "KeyboardInterrupt: it was interrupted"}
         try:
@@ -116,7 +119,10 @@ class LiveRank:
         return answer
 
     def _reload(self, message: Message, data: int | None) -> None:
-        """Reload the modules that the notebook has reloaded, including those that failed before."""
+        """Reload the modules that the notebook has reloaded, including those that failed before.
+
+        Raises what a module raises, after closing `data`.
+        """
         self._reloaded |= message.get("reloaded", {})
         try:
             reload_modules(self._reloaded)
@@ -159,7 +165,10 @@ class LiveRank:
                 self._waiting.put((message, data))
 
     def _interrupt(self, main_thread: int, task: int) -> None:
-        """Interrupt a task, and if it does not react, end the collectives that it waits in."""
+        """Interrupt a task; if it does not react within 0.3 s, make its collectives raise.
+
+        A task that has not begun is called off instead.
+        """
         with self._ending:
             if self._task != task:  # done, or it waits its turn
                 self._called_off = task
@@ -203,7 +212,10 @@ class LiveRank:
         return {"code": code, "groups": self._groups.describe(), **self.new_names()}
 
     def _plan(self, message: Message, data: int) -> tuple[Plan, frozenset[type]]:
-        """Unpack a task, which may bring variables along; no other one is changed by that."""
+        """Unpack a task, with the variables that it brings; return its plan and shared classes.
+
+        Closes `data`. Variables that the message does not name as sent keep their values.
+        """
         before = dict(self._namespace)
         try:
             plan, classes = payload.unpack(f"/proc/self/fd/{data}", restores=False)
@@ -215,7 +227,11 @@ class LiveRank:
 
     @contextlib.contextmanager
     def _task_folder(self, message: Message) -> Iterator[RunFolder]:
-        """Give the folder of a task's run; where that is on another host, one that is copied."""
+        """Yield the folder of a task's run.
+
+        On another host than the notebook's, it is a folder that is copied there and deleted at the
+        end of the block.
+        """
         home, of_process = RunFolder(Path(message["folder"])), main.job_of_process
         assert of_process is not None
         copied = mirror.mirror_folder(self._channel, message["id"], of_process.scratch, self._rank)
@@ -280,7 +296,10 @@ class LiveRank:
         return {"variables": values.describe_variables(self._namespace)}
 
     def new_names(self) -> Message:
-        """Return the variables that are new to the notebook, and those that were deleted."""
+        """Return the names of variables that are new or deleted since the last call.
+
+        They are lists under ``new`` and ``deleted``.
+        """
         names = set(public(self._namespace))
         new, deleted = sorted(names - self._known), sorted(self._known - names)
         self._known = names

@@ -78,7 +78,11 @@ def _order(value: Any) -> int:
 
 
 def describe_variables(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return name, type, shape, dtype, device, bytes and a checksum of each variable."""
+    """Return a description of each variable: name, type, and checksums or a short repr.
+
+    Shape, dtype, device and bytes are there if the value has them. Modules, functions, classes and
+    IPython's own variables are left out.
+    """
     found = []
     for name, value in public(namespace).items():
         if name not in _SHELL and not issubclass(type(value), _DULL):

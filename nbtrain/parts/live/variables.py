@@ -43,7 +43,7 @@ class Snapshot:
         return mark() is value if kind == "weak" else kind == "id" and mark == id(value)
 
     def differs(self, name: str, value: Any) -> bool:
-        """Whether a variable was assigned something else since; not if the ranks made it."""
+        """Whether a variable is another value than the ranks got; False if they never got one."""
         kind, mark = self._marks.get(name, ("unknown", None))
         if kind == "plain":
             is_nan = value != value and mark != mark  # which differs from itself
@@ -69,11 +69,11 @@ class Variables:
     def __init__(
         self, ask: Callable[..., dict[int, Message]], names: dict[int, set[str]], snapshot: Snapshot
     ) -> None:
-        self._ask = ask
         """Begin with the `names` that each rank has.
 
         `ask` sends a message to ranks and returns their answers: `LiveRanks._ask`.
         """
+        self._ask = ask
         self.names, self.snapshot = names, snapshot
 
     def find_changes(self, values: Mapping[str, Any], has: Collection[str]) -> list[str]:
@@ -91,8 +91,9 @@ class Variables:
     ) -> dict[int, dict[str, Any]]:
         """Return variables of ranks, by rank and name; `Unsent` for one that cannot be sent.
 
-        What they refer to of what is `pulled` is the notebook's `own`. A value of more than `limit`
-        bytes is not sent.
+        Where a value refers to models and optimizers in `pulled`, it gets those of `own`. A value
+        of more than `limit` bytes is not sent. Waits for the ranks. Raises `NbtrainError` for a
+        name that is no variable of a rank.
         """
         has = {name: shapes(value) for name, value in select_stateful(own or {}).items()}
         message = {"do": "get", "names": names, "limit": limit, "has": has, "pulled": pulled}
@@ -109,7 +110,12 @@ class Variables:
         return fetched
 
     def push(self, names: Sequence[str], values: Mapping[str, Any], ranks: Iterable[int]) -> None:
-        """Send variables of the notebook, and other values by name, to all ranks."""
+        """Send variables of the notebook, and other values by name, to all ranks.
+
+        Models and optimizers with the same layout are loaded in place. Prints which variables of
+        the ranks still refer to what was replaced. Raises `PlanError` for a name that is no
+        variable of the notebook, and for an optimizer without its model.
+        """
         own = notebook()
         missing = [name for name in names if name not in own]
         if missing:
@@ -235,7 +241,10 @@ class Variables:
 
 
 def _value(data: bytes | None, reason: str, find: Callable[[Part], Any]) -> Any:
-    """Return what a rank sent, or why there is nothing."""
+    """Return the value that a rank sent, or `Unsent` with the reason without one.
+
+    The reason may also be that the value cannot be unpickled here.
+    """
     if data is None:
         return Unsent(reason)
     try:

@@ -17,7 +17,11 @@ Example = Callable[[], Inputs]
 
 
 def make_examples(model: Any, shape: tuple[int, ...]) -> list[Example]:
-    """Return examples of a shape that the model may accept, the likely one first."""
+    """Return examples of a shape that the model may accept, the likely one first.
+
+    Raises `PlanError` if the shape does not suit the model, or its configuration says that it takes
+    neither texts nor images.
+    """
     name = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
     if name is None or config is None:
@@ -38,9 +42,11 @@ def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Example:
 
 
 def _texts(model: Any, shape: tuple[int, ...]) -> list[Example]:
-    """Return examples with a label per token, if the model has a loss of them, and without.
+    """Return examples of token ids: first with a label per token, where the model takes labels.
 
-    The loss of a whole text or image keeps next to nothing: the sum of the output stands for it.
+    Classification gets none: the loss of a whole text keeps next to nothing, and the output's sum
+    stands for it. Raises `PlanError` if the shape is not rows × tokens, or has more tokens than the
+    model takes.
     """
     if len(shape) != 2:
         raise PlanError("the batch of a text model must be rows × tokens: --batch 8x512")
@@ -58,7 +64,11 @@ def _texts(model: Any, shape: tuple[int, ...]) -> list[Example]:
 
 
 def _pixels(name: str, config: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one image: as it is given, or as the configuration has it."""
+    """Return the shape of one image: as it is given, or as the configuration has it.
+
+    Raises `PlanError` for a shape of neither one nor four numbers, and for one number if the
+    configuration has no size.
+    """
     size = getattr(config, "image_size", None)
     if len(shape) == 4:
         return shape[1:]
@@ -72,7 +82,10 @@ def _pixels(name: str, config: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return how many rows a real batch has: the first length of its first tensor."""
+    """Return how many rows a real batch has: the first length of its first tensor.
+
+    Raises `PlanError` if the batch has no tensor with a dimension.
+    """
     tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
     if not tensors:
         raise PlanError(

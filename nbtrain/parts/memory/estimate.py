@@ -184,9 +184,9 @@ def read(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the arguments for `memory_needed`: the model, and the others by name.
 
-    The model is the name of a variable, or an expression that builds it and is evaluated where
-    nothing is allocated. The optimizer is a known name or that of a variable. The options pass
-    through `fill`.
+    The model is that of a variable, or a function that evaluates the expression. The optimizer is a
+    known name, or that of a variable. The options pass through `fill`. Raises `PlanError` for a
+    line that cannot be read, and for a variable that does not exist.
     """
     parser = OptionParser("%nbtrain memory", f"\n{USAGE}")
     parser.add_argument("--batch")
@@ -220,7 +220,10 @@ def _variable(name: str, namespace: Mapping[str, Any]) -> Any:
 
 
 def _model(expression: str, namespace: Mapping[str, Any]) -> Any:
-    """Return the model of an expression, or a function that makes it. Raises `PlanError`."""
+    """Return the variable of this name, or a function that evaluates the expression.
+
+    Raises `PlanError` without such a variable, and for what is no expression.
+    """
     if expression.isidentifier():
         return _variable(expression, namespace)
     try:

@@ -32,7 +32,10 @@ _IN_FLOAT32 = frozenset(
 
 @contextlib.contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Replace functions of torch for a while, also for what a backward pass computes again."""
+    """Make torch keep, in the body, what it would keep for the backward pass on a GPU.
+
+    Replaces dropout and attention in `torch.nn.functional`, for all threads.
+    """
     before = F.dropout, F.scaled_dot_product_attention
     F.dropout, F.scaled_dot_product_attention = _dropout, _attention
     try:
@@ -64,7 +67,7 @@ class _InFloat32(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """Dropout with a mask of a byte per value."""
+    """Apply dropout with a mask of one byte per value; never in place."""
     if not training or p == 0:
         return input
     return torch.native_dropout(input, p, True)[0]
@@ -83,7 +86,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention that keeps what fused kernels keep: inputs, output, one number for each query."""
+    """Compute attention, and keep what fused kernels keep for the backward pass.
+
+    That is the inputs, the output and one number for each query. Inputs without four dimensions go
+    to torch's own function.
+    """
     if query.dim() != 4:  # no fused kernel takes it
         return _PLAIN_ATTENTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -144,7 +144,10 @@ class MemoryAnatomy:
         )
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """Return the rows of the table: a part, its most, and its share of the peak."""
+        """Return the rows of the table, headings first: a part, its most, its size at the peak.
+
+        A part of 0 bytes has no row.
+        """
         rows = [("", "at most", "at the peak")]
         for name, label in _LABELS.items():
             most, at_peak = getattr(self.parts, name), getattr(self.peak, name)

@@ -37,7 +37,10 @@ _NAMED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def own_model(model: Any) -> nn.Module:
-    """Return a model without its wrappers, or the model that a function builds on no device."""
+    """Return a model without its wrappers, or the model that a function builds on no device.
+
+    Raises `PlanError` if the function fails, or the value is no model.
+    """
     if not isinstance(model, nn.Module) and callable(model):
         try:
             with torch.device("meta"):
@@ -93,7 +96,8 @@ class Step:
         """Run a step with the first of the examples that the model accepts.
 
         Returns each part at its largest, all parts at the peak, and in which phase that is. It is
-        the second step of a training: the optimizer has its states. Raises `PlanError`.
+        the second step of a training: the optimizer has its states. Raises `PlanError` if the model
+        accepts no example, or has no loss.
         """
         errors: list[Exception] = []
         for example in examples:
@@ -122,7 +126,7 @@ class Step:
     def _count(
         self, example: Example, loss: Callable[[Any], Any] | None
     ) -> tuple[Parts, Parts, str]:
-        """Return the most of each part, its size at the peak, and the phase of the peak."""
+        """Run a step; return the most of each part, its size at the peak, and the peak's phase."""
         model, optimizer, tracker = self._model, self._optimizer, _tracker()
         model.train(optimizer is not None)
         tracker.track_external(model, *([] if optimizer is None else [optimizer]))
@@ -183,7 +187,11 @@ def _tracker() -> Any:
 
 
 def _parts(snapshot: Any, states: int) -> Parts:
-    """Return a snapshot of the tracker's by part. It counts an optimizer's scratch as states."""
+    """Return a snapshot of the tracker by part.
+
+    `states` are the bytes of the optimizer's states: the tracker also counts what a step needs for
+    a moment as states, which is temporary here.
+    """
     size: Counter[str] = Counter()
     for device in snapshot.values():
         size.update({getattr(kind, "name", str(kind)): count for kind, count in device.items()})
@@ -195,7 +203,11 @@ def _parts(snapshot: Any, states: int) -> Parts:
 
 
 def _tensors_without_memory(model: nn.Module, half: torch.dtype | None) -> dict[int, Any]:
-    """Return copies of a model's tensors without memory, by the `id` of the real ones."""
+    """Return copies of a model's tensors without memory, by the `id` of the real ones.
+
+    With `half`, floating-point parameters get this dtype. Call it under a `FakeTensorMode`;
+    elsewhere the copies take memory.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -208,7 +220,11 @@ def _tensors_without_memory(model: nn.Module, half: torch.dtype | None) -> dict[
 def _optimizer(
     optimizer: Any, model: nn.Module, memo: dict[int, Any], on_gpu: bool
 ) -> torch.optim.Optimizer:
-    """Make an optimizer by its name, or like the notebook's, for the model's copy."""
+    """Make an optimizer by its name, or like the notebook's, for the model's copy.
+
+    Raises `PlanError` for an unknown name, for a model with nothing to train, and for an optimizer
+    with parameters of another model.
+    """
     if isinstance(optimizer, str):
         if optimizer not in _NAMED:
             raise PlanError(
@@ -237,7 +253,10 @@ def _optimizer(
 
 
 def _with_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer with its states, as after a first step."""
+    """Make a first step of the optimizer, so that it has its states, and return it.
+
+    Raises `PlanError` if it cannot make a step on tensors without values.
+    """
     for group in optimizer.param_groups:
         for parameter in filter(attrgetter("requires_grad"), group["params"]):
             parameter.grad = torch.empty_like(parameter)
@@ -253,7 +272,10 @@ def _with_states(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _make_frozen_parameters_buffers(model: nn.Module) -> None:
-    """Have the tracker take parameters without a gradient for buffers: it hooks all gradients."""
+    """Replace the model's parameters that need no gradient by buffers, in place.
+
+    The tracker hooks the gradient of every parameter.
+    """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.requires_grad:
@@ -291,7 +313,11 @@ def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """Return the output's loss, else its sum, which keeps about as much for the backward pass."""
+    """Return the output's loss, or the sum of its floats as a substitute.
+
+    The sum keeps about as much memory for the backward pass. Raises `PlanError` if the output has
+    neither.
+    """
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss.sum()

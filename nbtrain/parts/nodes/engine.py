@@ -68,12 +68,15 @@ class MultinodeEngine(ForkEngine):
         return super().resolve(plan)
 
     def prepare(self, plan: Plan) -> None:
-        """Print the ranks of this node, and on node 0 what to run on the other nodes."""
+        """Set a note with this node's ranks, and on node 0 with what to run on the others."""
         text = self.nodes.describe(plan.num_processes or 1, plan.name)
         self.notes = [Finding("other-nodes", text)]
 
     def bind_store_port(self, job: Job) -> tuple[Job, socket.socket | None]:
-        """Number the ranks; on node 0 bind the store's port. Raises `LaunchError`."""
+        """Return the job with this node's place, and on node 0 a socket on the store's port.
+
+        None on the other nodes. Raises `LaunchError` if the port cannot be bound.
+        """
         nodes, ranks = self.nodes, job.world_size
         world = Placement(
             node=nodes.node,
@@ -104,7 +107,10 @@ class MultinodeEngine(ForkEngine):
         return call_after_join
 
     def run_rank(self, job: Job, rank: int) -> int:
-        """Run the rank; on node 0, the first rank stays until no rank needs the store."""
+        """Run the rank, and return its exit code.
+
+        On node 0, the first rank stays up to 240 s until no rank needs the store, unless it failed.
+        """
         code = super().run_rank(job, rank)
         # The store or the network may have ended; an interrupt ends only the wait.
         with contextlib.suppress(RuntimeError, KeyboardInterrupt):
@@ -115,7 +121,10 @@ class MultinodeEngine(ForkEngine):
         return code
 
     def _keep_store(self, job: Job) -> None:
-        """Keep the store for the ranks of other nodes after those of this node are done."""
+        """Wait up to 240 s until the ranks of all nodes are done, so that the store stays.
+
+        Raises `RuntimeError` if the store or the network has ended.
+        """
         assert job.world is not None
         began, is_shown = time.monotonic(), False
         while self._store.add(_DONE, 0) < job.world.size:
@@ -231,9 +240,9 @@ class Meeting:
         return store if entry == self._entry.encode() else None
 
     def _missing(self, store: Any) -> str:
-        """Return what is missing until all nodes are there. Raises `LaunchError` if it never comes.
+        """Return what is missing until all nodes are there; empty when they are.
 
-        That is where the nodes have other numbers than this one.
+        Raises `LaunchError` if it never comes: a node has other numbers than this one.
         """
         nodes = self._nodes
         if store is None:

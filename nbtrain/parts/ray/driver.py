@@ -175,7 +175,12 @@ class Driver:
         self._payload = self._ray.put(numpy.memmap(path, "u1", "r"))
 
     async def start(self, order: NodeOrder) -> tuple[dict[int, int], dict[int, str]]:
-        """Start the ranks of an order; return the process and the node of each."""
+        """Start the ranks of an order; return the process and the node of each.
+
+        A later attempt first ends the one before, and reserves nodes again. From then on, the
+        ranks' files are copied and their ends reported. Raises `LaunchError` for a node that fails,
+        or too few nodes.
+        """
         reserved = self._require_reservation()
         if order.job.attempt > 1:
             await self.close()
@@ -210,7 +215,10 @@ class Driver:
         return self._reservation
 
     async def _on_all(self, call: Callable[[Member], Awaitable[T]]) -> list[T]:
-        """Make a call for all nodes at once. Raises `LaunchError` with the node's name."""
+        """Make a call for all nodes at once; return the answers in the order of the nodes.
+
+        Raises `LaunchError` with the node's name for any error.
+        """
 
         async def on(member: Member) -> T:
             try:
@@ -326,7 +334,10 @@ class Driver:
                 await asyncio.sleep(limits.COPY_INTERVAL_S)
 
     async def _answer_questions(self, home: RunFolder) -> None:
-        """Pass on the questions in the run folder, whichever process wrote them."""
+        """Pass on the questions in the run folder to the nodes until all ranks have ended.
+
+        The file of each question is deleted, also if it cannot be read.
+        """
         home.questions.mkdir(exist_ok=True, mode=0o700)
         while any(member.running for member in self._members):
             for path in home.questions.iterdir():
@@ -340,7 +351,11 @@ class Driver:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _question(self, member: Member, question: str, ranks: set[int]) -> None:
-        """Request stacks, which come in growing files, or recorders, which come as the reply."""
+        """Ask a node for the stacks or the flight recorders of ranks.
+
+        Stacks come in files that are copied anyway. Recorders come as the reply, and are written
+        into the run folder.
+        """
         folder = member.order.job.folder
         with contextlib.suppress(OSError):
             dumps = await member.call(_QUESTIONS[question], ranks)
@@ -350,7 +365,10 @@ class Driver:
     # The end
 
     async def close(self) -> None:
-        """End what is left of the run on the nodes, and release what was reserved."""
+        """End what is left of the run on the nodes, and release what was reserved.
+
+        Copying ends at once. A node has 4 s to end its ranks, and then its actor is killed.
+        """
         for task in list(self._tasks):
             task.cancel()
         members, self._members = self._members, []
@@ -376,9 +394,10 @@ class Driver:
 
 
 async def _start_on(member: Member, port: int) -> dict[int, int]:
-    """Start a node's ranks, with this host's time: correct to half of a round trip.
+    """Start a node's ranks with the clock of this host; return the process of each.
 
-    A node whose clock is off would put events of its ranks into another attempt.
+    The clock is correct to half of a round trip. A node with a clock that is off would put events
+    of its ranks into another attempt.
     """
     asked = clock.now()
     there = await member.call(NodeRanks.now)

@@ -95,7 +95,10 @@ class DriverClient:
         return answer
 
     def send(self, method: Method[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call a method of the driver. Raises `LaunchError` if the driver has ended."""
+        """Request a call of a driver's method, without waiting for its answer.
+
+        Raises `LaunchError` if the driver has ended.
+        """
         try:
             self.is_free = False
             self._connection.send((method.__name__, args, kwargs))
@@ -106,9 +109,11 @@ class DriverClient:
     def answer(
         self, patience: float | None = None, on_message: Callable[[str, Any], None] | None = None
     ) -> Any:
-        """Return the answer to the last request; what comes before it goes to `on_message`.
+        """Wait for the answer to the last request, and return it; None without an open request.
 
-        Raises `LaunchError` for a refusal, and if nothing at all comes for `patience` seconds.
+        Answers to earlier requests are dropped, other messages go to `on_message`. Raises
+        `LaunchError` for a refusal, if nothing at all comes for `patience` seconds (None: no
+        limit), and if the driver has ended.
         """
         kind, answer = "answer", None
         while self._unanswered:
@@ -127,7 +132,8 @@ class DriverClient:
     def messages(self, patience: float | None) -> list[tuple[str, Any]]:
         """Return the messages that came, answers too; wait for the first up to `patience` s.
 
-        Raises `LaunchError` if the driver has ended.
+        None waits without a limit. Empty if none came. Raises `LaunchError` if the driver has
+        ended.
         """
         messages: list[tuple[str, Any]] = []
         try:
@@ -209,7 +215,11 @@ class _OwnCluster:
         return {n: v for n, v in os.environ.items() if self.environment.get(n) != v}
 
     def is_usable(self) -> bool:
-        """Whether the driver exists, belongs to this process, and can give ranks the variables."""
+        """Ask the driver for its nodes, and return whether this process can use the cluster.
+
+        False if the driver does not answer, belongs to another process, or cannot give ranks the
+        variables of the environment.
+        """
         is_same = not any(map(_is_read_at_start, self.changes()))
         has_all = self.environment.keys() <= os.environ.keys()
         if self.pid == os.getpid() and is_same and has_all:
@@ -224,7 +234,11 @@ _own_cluster: _OwnCluster | None = None
 
 
 def _own() -> _OwnCluster:
-    """Return the cluster of this kernel; a new one if the last cannot be used."""
+    """Return the local cluster of this kernel; start one if the last cannot be used.
+
+    Waits for Ray. The last one is left to end with the runs that use it. Raises `LaunchError` if
+    none can be started.
+    """
     global _own_cluster
     last, _own_cluster = _own_cluster, None
     try:
@@ -260,7 +274,9 @@ class RayEngine(Engine):
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Connect, and return the plan with its number of ranks, and the kind of device.
 
-        Raises `PlanError`, or `LaunchError` where there is no cluster.
+        ``local`` may start a cluster. With `wait_for_nodes`, nodes are reserved and waited for,
+        which is printed. Raises `PlanError` for options that do not suit, and `LaunchError` where
+        there is no cluster or too little room.
         """
         self.check_options(plan)
         cluster_address(plan.address, os.environ)
@@ -290,9 +306,10 @@ class RayEngine(Engine):
         return self.with_ranks(plan, count * per_node), "cuda" if each.get("GPU") else "cpu"
 
     def _connect(self, address: str | None, sources: str | None, auth_mode: str) -> list[Node]:
-        """Join a cluster, or use the driver of the last run again.
+        """Join a cluster by a new driver, or by that of the last run; return the cluster's nodes.
 
-        Raises `LaunchError`.
+        The driver of the last run is used again if address, sources and environment are the same.
+        Raises `LaunchError` if the cluster cannot be joined.
         """
         global _kept
         read = {n: v for n, v in os.environ.items() if n.startswith(("RAY_", "PYTHON"))}
@@ -325,7 +342,8 @@ class RayEngine(Engine):
     def prepare(self, plan: Plan) -> None:
         """Reserve nodes, check them, and send the payload of the ranks.
 
-        Raises `LaunchError` or `PlanError`; nothing is left on the cluster then.
+        Waits for nodes up to the plan's `wait_for_nodes` s, and prints that. Raises `LaunchError`
+        or `PlanError`; `discard` then gives back what was reserved.
         """
         client, (least, most) = self._require_client(), plan.spread or (1, 1)
         per_node = (plan.num_processes or 1) // most
@@ -368,7 +386,10 @@ class RayEngine(Engine):
         return lambda: False
 
     def start(self, job: Job) -> Ranks:
-        """Return the ranks that will be there when the nodes are ready. Raises `LaunchError`."""
+        """Request the start of the ranks, and return them before they have started.
+
+        Deletes the stacks of an earlier attempt. Raises `LaunchError` if the driver has ended.
+        """
         most = (job.plan.spread or (1, 1))[1]
         own = rank_environment(job, 0, os.environ)  # those of a rank are not the notebook's
         env = {n: v for n, v in self._environment.items() if n not in own}
@@ -497,7 +518,10 @@ class RemoteRanks(Ranks):
         return news
 
     def signal(self, ranks: Collection[int], action: Action) -> None:
-        """Have ranks sent a signal, and except for an interrupt their child processes, too."""
+        """Have ranks sent a signal, and except for an interrupt their child processes, too.
+
+        While the ranks start, any signal gives up the start: all of them count as ended by it.
+        """
         with contextlib.suppress(LaunchError):  # `wait` sees it
             if not self._is_starting:
                 self._client.send(Driver.signal, frozenset(ranks), action)
@@ -512,7 +536,7 @@ class RemoteRanks(Ranks):
             self._client.send(Driver.close)
 
     def close(self) -> None:
-        """End what is left on the nodes."""
+        """End what is left on the nodes, and wait up to 15 s for that."""
         with contextlib.suppress(LaunchError):
             self._send_close()
             self._client.answer(UNKILLABLE_AFTER_S)

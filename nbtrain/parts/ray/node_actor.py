@@ -66,7 +66,10 @@ class NodeActor:
             importlib.import_module("nbtrain.parts.ray.node_ranks")
 
     def begin(self, order: Any, payload: Any) -> Any:
-        """Get ready to start ranks; return the port of the store, on the node that keeps it."""
+        """Get ready to start ranks; return the port of the store, 0 on nodes that do not keep it.
+
+        What is left of an earlier order is ended first.
+        """
         from nbtrain.parts.ray.node_ranks import NodeRanks
 
         if self._ranks is not None:

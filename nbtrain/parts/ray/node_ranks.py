@@ -98,7 +98,10 @@ class RankExit(Exit):
 
 
 def _change_folder(folder: str) -> str:
-    """Work in the notebook's folder, as ranks on its host would; return a note if it is missing."""
+    """Change this process's directory to the notebook's folder.
+
+    Returns a note if that is impossible, otherwise an empty text.
+    """
     try:
         os.chdir(folder)
     except OSError as error:
@@ -166,10 +169,10 @@ class NodeRanks:
         return clock.now()
 
     def start(self, port: int, ahead: float) -> dict[int, int]:
-        """Start the ranks; return the process of each. Raises `LaunchError`.
+        """Start the ranks, wait until they have started, and return the process of each.
 
         Events have times of the launcher's clock; this host's clock is `ahead` of it by these
-        seconds.
+        seconds. Raises `LaunchError` if the ranks cannot be started, or the launch is given up.
         """
         clock.follow(clock.offset() - ahead)
         job = replace(
@@ -305,7 +308,7 @@ class NodeRanks:
         self._signals.put((frozenset(ranks), action))
 
     def write_stacks(self, ranks: Iterable[int]) -> None:
-        """Have ranks write their stacks into their files."""
+        """Have ranks write their stacks into their files, and give them 0.25 s for it."""
         results = [stacks.send_signal(self.folder, rank) for rank in ranks]
         time.sleep(hang_limits.REPLY_TIMEOUT_S / 2)
         stacks.retry_without_python(results)

@@ -81,7 +81,8 @@ class PlacedNode:
 def join(address: str | None, sources: str | None) -> Any:
     """Connect this process to a cluster, with the Python files below `sources`; return Ray.
 
-    Raises `LaunchError`.
+    The address ``local`` starts a cluster. Raises `LaunchError` without Ray and if the cluster
+    cannot be joined, and `PlanError` for an invalid address.
     """
     # jsonschema (4.26), which Ray imports, parses the grammar of all IRIs by it: a second for
     # nothing, wherever JupyterLab is installed.
@@ -125,7 +126,8 @@ def join(address: str | None, sources: str | None) -> Any:
 def cluster_address(address: str | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
     """Return the address of a cluster, None for this host's, and its label in an error.
 
-    As in Ray, ``RAY_ADDRESS`` counts where the user gave no other. Raises `PlanError`. Pure.
+    As in Ray, ``RAY_ADDRESS`` counts where the user gave no other. Raises `PlanError` for
+    ``ray://`` and for ``RAY_ADDRESS=local``. Pure.
     """
     label = str(address)
     if address in (None, "auto"):
@@ -197,7 +199,7 @@ class Reservation:
 
         The cluster has `request.patience` seconds to free resources. If a run begins `again`, it
         has `NODE_RETURN_TIMEOUT_S` for all nodes, and its whole patience for the least number of
-        them. Raises `LaunchError`.
+        them. Raises `LaunchError` without room for the least number.
         """
         self._reported = ""
         (least, most), begun = request.nodes, time.monotonic()
@@ -218,9 +220,10 @@ class Reservation:
         return len(nodes_with_room(nodes(self._ray), request.bundle))
 
     async def _try(self, request: NodeRequest, count: int, deadline: float = 0.0) -> bool:
-        """Reserve a number of nodes if they are free by the deadline. Raises `LaunchError`.
+        """Reserve a number of nodes if they are free by the deadline; return whether that was done.
 
-        The request also stays while they are not free, because an autoscaler needs it.
+        The request also stays while they are not free, because an autoscaler needs it. Raises
+        `LaunchError` if Ray does not reserve nodes that are free.
         """
         from ray.util import remove_placement_group
         from ray.util.placement_group import placement_group
@@ -259,7 +262,8 @@ class Reservation:
     async def place(self, request: NodeRequest, *, again: bool = False) -> list[str]:
         """Reserve nodes unless there are some, and start an actor on each; return notes about them.
 
-        Raises `LaunchError`.
+        Raises `LaunchError` without room, for a node that was lost or does not answer within 20 s,
+        and for nodes that cannot run the ranks. What was reserved stays until `release`.
         """
         from ray.util import placement_group_table
 

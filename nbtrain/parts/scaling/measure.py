@@ -106,7 +106,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _call(expression: str, namespace: Mapping[str, Any]) -> Call:
-    """Evaluate the function and the arguments of a call, in the notebook; do not call."""
+    """Evaluate the function and the arguments of a call, and return them without calling.
+
+    Raises `PlanError` if the text is no call, or evaluating it raises anything.
+    """
     capture = ast.Name("call as it stands", ast.Load())  # a name that no notebook has
     try:
         tree = ast.parse(expression.strip(), "<%nbtrain scaling>", "eval")
@@ -152,10 +155,11 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
     errors = []
     for i, number in enumerate(order, 1):
         size, name = sizes[number], plural(number, "rank")
+        if size.error:
+            continue
         try:
-            if not size.error:
-                _add(size, run_plan(replace(quiet, num_processes=number)), notes)
-                outcome = f"{1000 * size.steps[-1]:.3g} ms per step"
+            _add(size, run_plan(replace(quiet, num_processes=number)), notes)
+            outcome = f"{1000 * size.steps[-1]:.3g} ms per step"
         except KeyboardInterrupt:
             if not any(size.steps for size in sizes.values()):
                 raise
@@ -176,7 +180,10 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
 
 
 def _add(size: Size, run: Run, notes: dict[str, None]) -> None:
-    """Add a run's mean step, and what it says about the others."""
+    """Add a run's mean step to `size`, and to `notes` what a reader has to know about the run.
+
+    Raises `NbtrainError` if a rank made fewer than 8 steps of a torch optimizer.
+    """
     ends = [seconds for seconds, _ in run.results]
     count = min(map(len, ends))
     warm_up = max(3, count // 5)

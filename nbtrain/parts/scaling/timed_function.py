@@ -9,11 +9,11 @@ from typing import Any
 
 
 def time_steps(function: Callable[..., Any]) -> Callable[..., tuple[list[float], int]]:
-    """Return a function that calls another one in a rank, and returns when its steps ended.
+    """Return a function that calls `function` in a rank, and returns the times of its steps.
 
-    It returns the seconds at which steps ended, and the world size. The steps are those of the
-    optimizer that steps first: a GAN has another. On a GPU, CUDA events are recorded, as the host
-    is ahead of the GPU.
+    These are the seconds at which steps ended, by a clock of any start, and the world size; what
+    `function` returns is dropped. The steps are those of the optimizer that steps first: a GAN has
+    another. On a GPU they are timed by CUDA events.
     """
 
     # What it wraps is what nbtrain looks at: for refusals, models, the source.
@@ -25,15 +25,17 @@ def time_steps(function: Callable[..., Any]) -> Callable[..., tuple[list[float],
 
         ends: list[Any] = []
         first: Any = None
+        is_on_gpu = False
         world_size = 1
 
         def record_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-            nonlocal first, world_size
-            first = optimizer if first is None else first
+            nonlocal first, is_on_gpu, world_size
+            cuda: Any = torch.cuda
+            if first is None:
+                first, is_on_gpu = optimizer, cuda.is_initialized()
             if dist.is_available() and dist.is_initialized():
                 world_size = dist.get_world_size()
-            cuda: Any = torch.cuda
-            if first is optimizer and cuda.is_initialized():
+            if first is optimizer and is_on_gpu:
                 ends.append(cuda.Event(enable_timing=True))
                 ends[-1].record()
             elif first is optimizer:
@@ -44,7 +46,7 @@ def time_steps(function: Callable[..., Any]) -> Callable[..., tuple[list[float],
             function(*args, **kwargs)
         finally:
             hook.remove()
-        if ends and not isinstance(ends[0], float):
+        if ends and is_on_gpu:
             torch.cuda.synchronize()
             ends = [ends[0].elapsed_time(end) / 1e3 for end in ends]
         return ends, world_size

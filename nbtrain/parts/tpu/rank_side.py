@@ -60,7 +60,11 @@ class XlaScalars:
         self._reading = threading.Lock()
 
     def submit(self, tensors: Mapping[str, Any], then: Then) -> None:
-        """Have scalar tensors of one device read after the step that is under way."""
+        """Have scalar tensors of one device read after the step that is under way.
+
+        If too many wait, all of the device are read at once, in this thread, which computes what is
+        pending. `then` is called in the thread that reads.
+        """
         device = str(next(iter(tensors.values())).device)
         waiting = self._waiting.setdefault(device, [])
         waiting.append(({name: tensor.detach() for name, tensor in tensors.items()}, then))
@@ -87,7 +91,10 @@ class XlaScalars:
         return reader
 
     def _read(self) -> None:
-        """Read what is there; one thread at a time."""
+        """Read the scalars of steps that ended, and call `then` with each group's values.
+
+        One thread reads at a time; another one waits.
+        """
         # A device in trouble raises RuntimeErrors; the training meets the same ones itself.
         with self._reading, contextlib.suppress(RuntimeError, queue.Empty):
             while True:
@@ -98,7 +105,10 @@ class XlaScalars:
                     then({name: next(values).item() for name in group})
 
     def finish(self, wait: bool) -> None:
-        """Read the values that still wait; without `wait`, only those that are ready."""
+        """Have the values that still wait read in a thread, and wait for that.
+
+        Without `wait`, wait 0.5 s at most.
+        """
         for device in list(self._waiting):
             self._ended.put(self._waiting.pop(device))
         if not self._ended.empty() or self._reading.locked():

@@ -47,7 +47,11 @@ class TorchTpuEngine(SpawnEngine):
     _launch_env: dict[str, str] | None = None
 
     def prepare(self, plan: Plan) -> None:
-        """Pack what the ranks will need. Raises `MissingExtra` without torch_tpu, `PlanError`."""
+        """Pack what the ranks will need, and get the first attempt's environment from torch_tpu.
+
+        Raises `MissingExtra` without torch_tpu, `PlanError` for what cannot be sent, and
+        `LaunchError` if torch_tpu refuses or does not answer within 120 s.
+        """
         if not has_torch_tpu():
             raise MissingExtra(
                 "the torch_tpu engine needs torch_tpu, which is not installed: "

@@ -45,7 +45,11 @@ class XlaEngine(ForkEngine):
     can_downcast = True
 
     def prepare(self, plan: Plan) -> None:
-        """Import torch_xla, once for all ranks. Raises `MissingExtra` or `LaunchError`."""
+        """Import torch_xla, once for all ranks.
+
+        Raises `MissingExtra` without torch_xla, `LaunchError` if it does not work or finds no TPU,
+        and `PlanError` for live ranks where each process drives two devices.
+        """
         found = tpu.find(env={**os.environ, **plan.env})
         if plan.is_live and found is not None and found.devices > found.chips:
             raise PlanError(
@@ -66,7 +70,10 @@ class XlaEngine(ForkEngine):
 
 
 def _call_as_rank(job: Job, rank: int, task: Task) -> Any:
-    """Join torch_xla's runtime as a rank, run the task, and wait for the device."""
+    """Join torch_xla's runtime as a rank, run the task, wait for the device; return the value.
+
+    With several devices per process, returns a list with a value for each.
+    """
     xla.forget_place(os.environ, keep=job.plan.env)
     with _joining(rank):
         devices = xla.join(rank, job.world_size)
@@ -152,11 +159,11 @@ def _copy_models(values: Mapping[Any, Any], memo: dict[int, Any]) -> dict[Any, A
 
 
 def serialize_moves(lock: Path) -> None:
-    """Move large models to the devices of this host's ranks one rank at a time.
+    """Patch ``Module.to``, so that this host's ranks move large models one rank at a time.
 
     While it moves, a model is in memory twice and more, and a small host has no room for that in
     all ranks at once. The memory that a move needed is given back before the next rank's begins.
-    The lock is the system's: it ends with a rank that is killed.
+    The system releases `lock` if a rank is killed.
     """
 
     def move(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,10 @@ def device_type() -> str:
 
 
 def forget_place(env: MutableMapping[str, str], keep: Collection[str] = ()) -> None:
-    """Remove from `env`, except for `keep`, what would give a rank another one's place."""
+    """Remove from `env`, except for `keep`, what would give a rank another one's place.
+
+    Bounds of a process become those of the host, unless the host's are set.
+    """
     for name in PLACE:
         if name not in keep:
             env.pop(name, None)
@@ -172,7 +175,7 @@ class Compilations(NamedTuple):
 
 
 def compilations() -> Compilations | None:
-    """Return what torch_xla has counted; None where it does not count."""
+    """Return what torch_xla has counted; None where it does not, or nothing was compiled yet."""
     try:
         begun = xla_library()._xla_counter_value("UncachedCompile")
         done = xla_library()._xla_metric_data("CompileTime")

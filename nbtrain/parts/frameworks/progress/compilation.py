@@ -28,7 +28,10 @@ def watch_tensorflow(module: ModuleType, *_: object) -> None:
 
 
 def _compile(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call JAX's compiler, and report the phase if that takes long."""
+    """Call JAX's compiler or TensorFlow's tracer, and return its result.
+
+    Reports the phase "compiling" if the call takes longer than 0.2 s.
+    """
     compiling = _Compiling()
     try:
         return original(*args, **kwargs)

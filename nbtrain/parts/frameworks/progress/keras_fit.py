@@ -26,7 +26,10 @@ _telemetry = guard_step(_PURPOSE)
 def watch(
     module: ModuleType | Any, sources: Collection[str], writer: EventWriter, rank: int
 ) -> None:
-    """Report each fit whose callbacks are a list of a module's."""
+    """Patch the module's `CallbackList`, so that every `fit` that uses it is reported.
+
+    `sources` are the kinds of telemetry that the plan wants.
+    """
     meter = FitMeter(sources, writer, rank)
     hooks.add(meter)
     for name, note in meter.notes.items():
@@ -133,7 +136,10 @@ class FitMeter(Observer):
             self._report(None, {})
 
     def _report(self, callbacks: Any, logs: Mapping[str, Any] | None) -> float | None:
-        """Report the counts, and the loss in the logs, which is returned."""
+        """Report the counts and the loss in the logs; return the loss.
+
+        None where the loss is not known, or losses are not to be reported.
+        """
         loss = _number((logs or {}).get("loss")) if "loss" in self._sources else None
         if loss is not None:
             self._note_divergence(loss)
@@ -164,7 +170,7 @@ class FitMeter(Observer):
         return loss
 
     def _note_divergence(self, loss: float) -> None:
-        """Report, once, that the loss is no longer finite."""
+        """Report that the loss is no longer finite; once until it is finite again."""
         is_finite = math.isfinite(loss)
         if not (is_finite or self._has_diverged):  # steps before it: not known, logs are a mean
             event = ev.NotFinite(clock.now(), -1, self._rank, -1, str(loss))
@@ -183,7 +189,8 @@ def _number(value: Any) -> float | None:
 def _learning_rate(model: Any, before: float | None) -> float | None:
     """Return a model's learning rate, or None where it is not known.
 
-    Within an epoch on JAX, the optimizer's variables are elsewhere, and have their first values.
+    Within an epoch on JAX, the optimizer still has its first values. Then the rate is the one
+    `before`, or None with a schedule.
     """
     optimizer = getattr(model, "optimizer", None)
     if getattr(model, "_jax_state_synced", True):
@@ -210,7 +217,11 @@ def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
 
 
 def _untold(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose torch steps, with the torch backend of Keras, are not counted."""
+    """Call a function, and ignore torch's batches and losses until it returns.
+
+    Keras on torch calls torch's loaders and backward passes, which are no steps of a torch
+    training.
+    """
     with contextlib.ExitStack() as after:
         for event in _TORCH_EVENTS:
             after.callback(listeners.__setitem__, event, listeners.get(event, ()))

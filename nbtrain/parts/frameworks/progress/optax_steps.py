@@ -28,7 +28,7 @@ _PURPOSE = "counting the steps of optax"
 def watch(
     module: ModuleType | Any, _sources: Collection[str], writer: EventWriter, rank: int
 ) -> None:
-    """Count the updates that are applied."""
+    """Patch ``optax.apply_updates``, so that the updates outside of `jit` are counted."""
     meter = UpdateMeter(writer, rank)
     hooks.add(meter)
 
@@ -54,7 +54,7 @@ class UpdateMeter(Observer):
 
     @guard_step(_PURPOSE)
     def count(self, updates: Any) -> None:
-        """Count an update, unless JAX traces it."""
+        """Count an update as a step, unless JAX traces it, and report the count if that is due."""
         jax: Any = sys.modules["jax"]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)[:1]):
             return
