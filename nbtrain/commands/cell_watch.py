@@ -80,7 +80,7 @@ class CellWatch:
         self._expecting = False
         self._stack: list[_RunningCell] = []  # a cell may run another one
         accelerator_guard.record_inits()
-        accelerator_guard.keep_checks_harmless()
+        accelerator_guard.set_nvml_check()
         accelerator_hooks.open_()
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)

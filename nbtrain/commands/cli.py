@@ -37,17 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)  # a later error could not be reported
     except BrokenPipeError:  # the reader has closed the pipe, as ``head`` does
-        _discard_output()
+        _flush_or_discard_output()
         return 0
     except (NbtrainError, OSError, IndexError) as error:
-        _discard_output()
+        _flush_or_discard_output()
         print(f"nbtrain: {strip_controls(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _discard_output() -> None:
+def _flush_or_discard_output() -> None:
     """Write pending output, or discard it if that fails: stdout then leads to the null device.
 
     The interpreter would otherwise try to write it again at its exit.

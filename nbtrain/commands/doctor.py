@@ -292,7 +292,7 @@ def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> 
         yield f"GPU {gpu.index}", f"{gpu.name} · {memory} · driver {gpu.driver}{mode}"
         for holder in gpu.holders[:4]:
             size = f": {format_bytes(holder.mib << 20)}" if holder.mib else ""
-            yield " ", processes.process_name(holder.pid) + size
+            yield " ", processes.describe_process(holder.pid) + size
     for name in filter(None, others):
         yield "other", name
     if listed or visible:

@@ -206,11 +206,11 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         command, *arguments = line.split() or [""]
         if command != "migrate":
             raise PlanError(f"%%nbtrain {command}: the only command for a cell is `migrate`")
-        with self._show_syntax_error():
+        with self._convert_syntax_error():
             print(migrate.migrate(self.shell, arguments, cell))
 
     @contextlib.contextmanager
-    def _show_syntax_error(self) -> Iterator[None]:
+    def _convert_syntax_error(self) -> Iterator[None]:
         """Convert a `SyntaxError` of the body to `CellSyntaxError`, with IPython's text."""
         try:
             yield
@@ -237,7 +237,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         before, sides = last_run_folder(), launch_sides()
         options = parse_options(split_line(_expand_variables(self.shell, options_text)))
         place = next(filter(None, (side.place(options) for side in sides)), None)
-        with self._show_syntax_error():
+        with self._convert_syntax_error():
             plan = self._plan(options, source, offset, () if place is None else place.variables)
         if isinstance(plan.task, Cell):
             raw = f"%%distributed\n{source}" if offset else source

@@ -25,7 +25,7 @@ from . import rendezvous
 from .base import Engine, Ranks
 from .process import kernel_detach
 from .process.children import ChildRanks
-from .process.finish_process import finish_process
+from .process.exit_steps import run_exit_steps
 from .process.forking import fork_process, ready_to_fork
 
 
@@ -112,5 +112,5 @@ def _run_forked(
         listener.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     code = body()
-    finish_process(tracker)
+    run_exit_steps(tracker)
     return code

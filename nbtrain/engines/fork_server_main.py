@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from ..system import accelerator_guard
 from ..system.files import is_readable
 from . import limits, rendezvous, spawn_main
-from .process.finish_process import run_to_end
+from .process.exit_steps import run_to_end
 from .process.forking import fork_process
 from .process.kernel_detach import exit_with_parent
 

@@ -133,7 +133,7 @@ class StoreProcess:
 
 
 def _run_forked_store(listener: socket.socket, parent: int, trouble: int) -> int:
-    kernel_detach.keep_only(listener.fileno(), parent)
+    kernel_detach.detach_except(listener.fileno(), parent)
     return run_store(listener, trouble)
 
 

@@ -95,7 +95,7 @@ def begin_server(job: Job, modules: Sequence[str]) -> fork_server.ForkServer | N
 
     Returns None where there cannot be one; see `fork_server.begin`.
     """
-    inherited = accelerator_guard.env_without_checks(os.environ)
+    inherited = accelerator_guard.env_without_nvml_check(os.environ)
     own = rank_environment(job, job.world.begin if job.world else 0, inherited)
     given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
     return fork_server.begin({**inherited, **given}, modules)
@@ -128,7 +128,7 @@ def add_ranks(
 
 def _forked_order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
     """Return what the fork server needs to fork a rank: `_order`, the environment and the log."""
-    inherited = accelerator_guard.env_without_checks(os.environ)
+    inherited = accelerator_guard.env_without_nvml_check(os.environ)
     return {
         **_order(job, rank, parcel),
         "environment": {**inherited, **rank_environment(job, rank, inherited)},
@@ -141,7 +141,7 @@ def spawn_rank(job: Job, rank: int, parcel: payload.PackedPlan) -> int:
 
     The caller must reap it. Raises `LaunchError` if the system refuses the process.
     """
-    inherited = accelerator_guard.env_without_checks(os.environ)
+    inherited = accelerator_guard.env_without_nvml_check(os.environ)
     begin, ranks = (job.world.begin, job.world.ranks) if job.world else (0, job.world_size)
     log = os.open(job.folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:

@@ -19,7 +19,7 @@ from ..transport import payload
 from ..transport.job import Job
 from ..worker import main as worker
 from ..worker.task_runner import failing_plan
-from .process.finish_process import finish_process, run_to_end
+from .process.exit_steps import run_exit_steps, run_to_end
 from .process.kernel_detach import exit_with_parent, text_stream
 
 
@@ -47,7 +47,7 @@ def run_rank(order: dict[str, Any]) -> int:
         **order["job"],
     )
     code = worker.main(job, order["rank"])
-    finish_process()
+    run_exit_steps()
     return code
 
 

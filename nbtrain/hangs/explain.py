@@ -163,7 +163,7 @@ def _exit_place(stack: RankStack | None) -> str:
     """
     if stack is None:
         return ""
-    ends = ("/finish_process.py", "/thread_joining.py")  # the frames below launched the rank
+    ends = ("/exit_steps.py", "/thread_joining.py")  # the frames below launched the rank
     last = takewhile(lambda frame: not frame.file.endswith(ends), stack.frames)
     frames = (frame for frame in chain(last, *stack.threads) if not frame.is_library)
     return next((frame.place for frame in frames), stack.trouble)

@@ -437,7 +437,7 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
     if engine.ranks_stay:  # a later cell may call the function
         in_code = [finding for finding in in_code if finding.code != "not-called"]
     from_parts = [each for side in launch_sides() for each in side.findings(plan, device, engine)]
-    findings += preflight.unless_refused([*on_host, *from_parts, *in_code])
+    findings += preflight.raise_if_refused([*on_host, *from_parts, *in_code])
     return [*findings, _NO_ADDRESS] if "" in plan.notify else findings
 
 

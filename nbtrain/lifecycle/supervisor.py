@@ -252,7 +252,7 @@ class Supervisor:
             # Also after the last call of `is_pending`: ■ may have been pressed in it.
             pressed, asked = self._was_interrupted(interrupts), stop_request(self._folder) or ""
             now = time.monotonic()
-            self._begin_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))
+            self._record_stop(self._stop.check(now, self.state, pressed=pressed, asked=asked))
         if shows_reason and self._stop.cause is None:
             self._record([ev.Waiting(clock.now(), -1)])
         return self._stop.cause is None
@@ -356,12 +356,12 @@ class Supervisor:
             mark_stopping(self._folder)  # first: by it, ranks know our SIGINT from Jupyter's
         for action, targets, _ in signals:
             ranks.signal(targets, action)
-        self._begin_stop(reason)
+        self._record_stop(reason)
         for action, targets, why in signals:
             if targets:
                 LOGGER.info("%s sent to %s (%s)", action, format_ranks(sorted(targets)), why)
 
-    def _begin_stop(self, reason: str) -> None:
+    def _record_stop(self, reason: str) -> None:
         """Record and log that a stop has begun, which the stop policy decided; nothing for ""."""
         if not reason:
             return

@@ -197,7 +197,7 @@ def first_cause(name: str) -> AcceleratorInit:
     return next(seen, AcceleratorInit(name))
 
 
-def keep_checks_harmless() -> None:
+def set_nvml_check() -> None:
     """Make ``torch.cuda.is_available()`` use NVML, so that it does not initialise CUDA.
 
     Sets an environment variable, which child processes inherit. A value of the user stays.
@@ -208,13 +208,13 @@ def keep_checks_harmless() -> None:
         _has_set_check = True
 
 
-def env_without_checks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for a rank, without the variable of `keep_checks_harmless`."""
+def env_without_nvml_check(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a rank, without the variable of `set_nvml_check`."""
     return {k: v for k, v in environment.items() if not (_has_set_check and k == _NVML_CHECK)}
 
 
 def remove_nvml_check() -> None:
-    """Remove the environment variable of `keep_checks_harmless`, if this module set it.
+    """Remove the environment variable of `set_nvml_check`, if this module set it.
 
     ``torch.cuda.is_available()`` then initialises CUDA again. For ranks, and when nbtrain is
     unloaded. A variable of the user stays.

@@ -411,7 +411,7 @@ def unshare_in_children() -> None:
     os.register_at_fork(before=before, after_in_child=lambda: unshare_file_offsets(positions))
 
 
-def memory_descriptor() -> int | None:
+def open_memory_descriptor() -> int | None:
     """Create an empty file in memory and return its descriptor; None where that is not possible.
 
     The caller closes it.

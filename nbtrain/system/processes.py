@@ -72,10 +72,10 @@ def port_listener(port: int) -> str:
         ]
     except (psutil.Error, OSError):  # macOS allows only root
         return ""
-    return next((process_name(pid) for pid in pids if pid), "")
+    return next((describe_process(pid) for pid in pids if pid), "")
 
 
-def process_name(pid: int) -> str:
+def describe_process(pid: int) -> str:
     """Return ``python, pid 4711``; for this process, ``this kernel itself, pid 4711``.
 
     Only ``pid 4711`` if the name is unknown.

@@ -186,7 +186,7 @@ def create(name: str, manifest: Mapping[str, Any]) -> RunFolder:
         path = root() / f"{stamp}-{label}-{os.urandom(3).hex()}{ending}"
         path.mkdir(mode=0o700)
         folder = RunFolder(path)
-        numbered = {"format": MANIFEST_FORMAT, "number": _next_number(), **manifest}
+        numbered = {"format": MANIFEST_FORMAT, "number": _take_number(), **manifest}
         write_atomically(folder.manifest, json.dumps(numbered).encode())
     except OSError as error:
         raise LaunchError(_unwritable(error)) from error
@@ -219,7 +219,7 @@ def trouble() -> str:
     return ""
 
 
-def _next_number() -> int | None:
+def _take_number() -> int | None:
     """Take the number of a new run, one more than the last one; None if that is not possible.
 
     Records it as taken, in a file beside the runs, so that no other run gets it. None on Windows,

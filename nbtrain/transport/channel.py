@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..system.files import memory_descriptor
+from ..system.files import open_memory_descriptor
 from .limits import CHUNK_BYTES, CONNECT_TIMEOUT_S, CONNECTION_LOST_AFTER_S
 
 Address = str | tuple[str, int]
@@ -202,7 +202,7 @@ def memory_file() -> IO[bytes]:
 
     It is in memory if the system supports that, else on disk.
     """
-    descriptor = memory_descriptor()
+    descriptor = open_memory_descriptor()
     return tempfile.TemporaryFile() if descriptor is None else open(descriptor, "w+b")
 
 

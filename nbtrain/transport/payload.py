@@ -33,7 +33,7 @@ from ..errors import PlanError
 from ..planning.accelerate_objects import is_shared_state, shared_state
 from ..planning.plan import Cell, Plan
 from ..planning.task_values import arguments, owner_name, variables
-from ..system.files import memory_descriptor
+from ..system.files import open_memory_descriptor
 from . import process_state, result_pickler
 from .result_pickler import CodePickler
 from .weights.models import Part, get_part
@@ -48,7 +48,7 @@ class PackedPlan:
     """A packed plan. `path` opens it in a process that inherits `descriptors`."""
 
     def __init__(self) -> None:
-        if (descriptor := memory_descriptor()) is not None:
+        if (descriptor := open_memory_descriptor()) is not None:
             self._file: Any = open(descriptor, "rb")  # noqa: SIM115
             self.descriptors: tuple[int, ...] = (descriptor,)
             self.path = f"/proc/self/fd/{self.descriptors[0]}"

@@ -37,13 +37,13 @@ from .rank_environment import (
     allow_fsdp_on_cpu,
     clear_prepared_marks,
     disable_torch_xla,
-    fork_child_processes,
     join_run_world,
     keep_process_groups,
     quiet_tokenizers,
     rank_environment,
     renew_accelerate_state,
     serve_own_store,
+    set_fork_start_method,
     use_own_workers,
 )
 from .rank_sides import sides_of
@@ -119,7 +119,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
             call = output.run
     serve_own_store(world.master_port if world else job.port)
     keep_process_groups()
-    fork_child_processes()
+    set_fork_start_method()
     if api.world_size() > 1:
         clear_prepared_marks()
     join_run_world(job.device, size)
@@ -156,7 +156,7 @@ def _run_and_report(
     after: contextlib.ExitStack,
 ) -> tuple[int, BaseException | None]:
     """Do the work of `run_and_report`; `after` is closed once the outcome is saved."""
-    spare = _spare(job)
+    spare = _reserve_last_file(job)
     threads = threading.enumerate()
     sender: ResultSender | None = None
     try:
@@ -192,7 +192,7 @@ def _run_and_report(
             sender.rescue()
         return FAILED_EXIT_CODE, error
     finally:
-        if spare is not _lasting_spare:
+        if spare is not _lasting_reserve:
             spare.close()
 
 
@@ -237,21 +237,21 @@ def _deliver(
     writer.write(ended)
 
 
-_lasting_spare: ReservedFile | None = None
+_lasting_reserve: ReservedFile | None = None
 """Of a live rank, for all of its tasks: to reserve room takes longer than a short cell."""
 
 
-def _spare(job: Job) -> ReservedFile:
+def _reserve_last_file(job: Job) -> ReservedFile:
     """Return reserved space for a rank's last file, in the file system of the run's folder.
 
     A live rank has one for all of its tasks; it is replaced once it was used.
     """
-    global _lasting_spare
+    global _lasting_reserve
     if not job.is_live or job.is_mirrored:
         return ReservedFile(job.folder.path)
-    if _lasting_spare is None or not _lasting_spare.is_free:
-        _lasting_spare = ReservedFile(job.folder.path)
-    return _lasting_spare
+    if _lasting_reserve is None or not _lasting_reserve.is_free:
+        _lasting_reserve = ReservedFile(job.folder.path)
+    return _lasting_reserve
 
 
 def _save_result(spare: ReservedFile, path: Path, data: bytes) -> None:

@@ -251,7 +251,7 @@ def serve_own_store(served: int) -> None:
     patch("torch.distributed.rendezvous", "_create_c10d_store", create)  # torch 2.7 to 2.13
 
 
-def fork_child_processes() -> None:
+def set_fork_start_method() -> None:
     """Make multiprocessing fork in this process where Python (3.14) would use a fork server.
 
     Forks nothing itself. A fork server has nothing of the notebook: the workers of a DataLoader

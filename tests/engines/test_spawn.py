@@ -336,7 +336,7 @@ def test_the_environment_is_the_notebooks_and_the_ranks_own(
         names = ("OF_THE_NOTEBOOK", "EXTRA", "PYTORCH_NVML_BASED_CUDA_CHECK")
         return [os.environ.get(n) for n in names], os.getcwd(), torch.get_num_threads()
 
-    accelerator_guard.keep_checks_harmless()
+    accelerator_guard.set_nvml_check()
     try:
         seen = launch(look, n=2, env={"EXTRA": "2", "OMP_NUM_THREADS": "3"}).value
     finally:

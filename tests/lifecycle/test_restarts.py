@@ -232,9 +232,9 @@ def test_an_interrupt_while_an_attempt_fails_lets_no_other_begin() -> None:
         begin(supervisor, *args)
         os.kill(os.getpid(), signal.SIGINT)
 
-    begin = Supervisor._begin_stop
+    begin = Supervisor._record_stop
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Supervisor, "_begin_stop", press)
+        patch.setattr(Supervisor, "_record_stop", press)
         with pytest.raises(KeyboardInterrupt):
             nbtrain.launch(slow_to_fail, num_processes=2, max_restarts=3)
     run = nbtrain.last_run()

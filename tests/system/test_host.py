@@ -179,10 +179,10 @@ def test_a_busy_port_is_told_with_the_one_who_listens() -> None:
 def test_processes_are_named_where_they_can_be() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert processes.process_name(child.pid).endswith(f", pid {child.pid}")
+        assert processes.describe_process(child.pid).endswith(f", pid {child.pid}")
     finally:
         child.communicate(b"\n")
-    assert processes.process_name(child.pid) == f"pid {child.pid}"
+    assert processes.describe_process(child.pid) == f"pid {child.pid}"
 
 
 def test_kills_for_want_of_memory_are_counted_where_the_process_belongs(tmp_path: Path) -> None:

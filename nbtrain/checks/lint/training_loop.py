@@ -150,7 +150,9 @@ def check_prepared(source: Source) -> Iterator[Finding]:
         is_made = [called_name(binding.value) for binding in bound] == ["Accelerator"]
         if is_made and (loop := find_loop(call, source)):
             loops.setdefault(loop.around[-1], loop)
-    for use, kind, reason in (each for loop in loops.values() for each in _find_raw(loop)):
+    for use, kind, reason in (
+        each for loop in loops.values() for each in _find_unprepared_parts(loop)
+    ):
         if prepared is not None and use.id not in prepared:
             yield source.finding(
                 use,
@@ -177,7 +179,7 @@ def _find_prepared(source: Source) -> set[str] | None:
     return names
 
 
-def _find_raw(loop: Loop) -> Iterator[tuple[ast.Name, str, str]]:
+def _find_unprepared_parts(loop: Loop) -> Iterator[tuple[ast.Name, str, str]]:
     """Yield what needs ``prepare`` in a loop: its name, its kind, and what is wrong without it.
 
     Does not check whether it is prepared. Leaves out loaders that may split the data, optimizers

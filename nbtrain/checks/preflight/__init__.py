@@ -11,7 +11,7 @@ from ...planning.plan import Plan
 from .checks import CHECKS
 from .facts import EngineTraits, Facts, gather
 
-__all__ = ["Facts", "check", "error_of", "findings", "run_checks", "unless_refused"]
+__all__ = ["Facts", "check", "error_of", "findings", "raise_if_refused", "run_checks"]
 
 
 def check(plan: Plan, device: str, engine: EngineTraits) -> list[Finding]:
@@ -20,10 +20,10 @@ def check(plan: Plan, device: str, engine: EngineTraits) -> list[Finding]:
     Raises `PreflightError` or `PlanError` with every reason why the ranks of this plan could not
     run.
     """
-    return unless_refused(run_checks(gather(plan, device, engine)))
+    return raise_if_refused(run_checks(gather(plan, device, engine)))
 
 
-def unless_refused(result: list[Finding]) -> list[Finding]:
+def raise_if_refused(result: list[Finding]) -> list[Finding]:
     """Return findings, or raise the error of the first one that refuses the launch."""
     refusals = [finding for finding in result if finding.level == "refuse"]
     if refusals:

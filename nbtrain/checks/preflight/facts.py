@@ -128,9 +128,9 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         gpu_count=gpu_count,
         gpus=nvidia_gpus,
         holder_names={
-            h.pid: processes.process_name(h.pid) for gpu in nvidia_gpus for h in gpu.holders
+            h.pid: processes.describe_process(h.pid) for gpu in nvidia_gpus for h in gpu.holders
         },
-        tpu_holders={processes.process_name(pid): chips for pid, chips in tpu_holders.items()},
+        tpu_holders={processes.describe_process(pid): chips for pid, chips in tpu_holders.items()},
         unused_accelerator=gpus.unused_accelerator(build) if build is not None else "",
         tpu=tpu.find(env=env),
         has_torch_xla=tpu.has_torch_xla(),

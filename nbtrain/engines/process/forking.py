@@ -19,7 +19,7 @@ from typing import Any
 from ...system.files import FilePosition, file_positions, unshare_file_offsets
 from ...transport import process_state
 from . import thread_pools
-from .finish_process import run_to_end
+from .exit_steps import run_to_end
 
 _permanent_pools: set[str] = set()
 """OpenMP libraries in this process that cannot free their pools."""

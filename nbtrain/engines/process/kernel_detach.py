@@ -141,7 +141,7 @@ def text_stream(descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(log, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def keep_only(descriptor: int, parent: int) -> None:
+def detach_except(descriptor: int, parent: int) -> None:
     """Detach a forked process that runs none of the notebook's code from the kernel.
 
     It keeps only `descriptor` of the kernel's sockets, prints nothing, and exits with the kernel.
@@ -170,12 +170,12 @@ def _close_sockets(kept: int = -1) -> None:
     with contextlib.suppress(OSError):
         for entry in os.listdir("/proc/self/fd"):
             descriptor = int(entry)
-            if descriptor not in (0, 1, 2, kept) and _is_kernel_descriptor(descriptor):
+            if descriptor not in (0, 1, 2, kept) and _is_socket_or_event_queue(descriptor):
                 os.dup2(null, descriptor, inheritable=False)
     os.close(null)
 
 
-def _is_kernel_descriptor(descriptor: int) -> bool:
+def _is_socket_or_event_queue(descriptor: int) -> bool:
     """Whether a descriptor is an event queue or a socket, except an unnamed Unix socket.
 
     The user's sockets count, too: they cannot be told from the kernel's. False without /proc.

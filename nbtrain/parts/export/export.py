@@ -83,7 +83,7 @@ def export(notebook: Path, path: Path, number: int | None = None) -> str:
         cells = ["".join(c["source"]) for c in content["cells"] if c["cell_type"] == "code"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(f"{notebook} cannot be read as a notebook: {error!r}") from error
-    cells = cells[: _chosen(cells, number, notebook) + 1]
+    cells = cells[: _find_cell_index(cells, number, notebook) + 1]
     magic = _MAGIC.match(cells[-1])
     options = parse_options([])
     with contextlib.suppress(PlanError):  # `-n {ranks}`: the notebook would fill that in
@@ -93,7 +93,7 @@ def export(notebook: Path, path: Path, number: int | None = None) -> str:
     return _write(path, inputs, {}, options)
 
 
-def _chosen(cells: Sequence[str], number: int | None, notebook: Path) -> int:
+def _find_cell_index(cells: Sequence[str], number: int | None, notebook: Path) -> int:
     """Return the index of the cell to export: the `number`-th of the ``%%distributed`` cells.
 
     Raises `PlanError` if it does not exist, and without a `number` if there are several.

@@ -13,7 +13,7 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
-from ...checks.preflight import unless_refused
+from ...checks.preflight import raise_if_refused
 from ...engines import Engine
 from ...engines.spawn import SpawnEngine
 from ...errors import PlanError
@@ -71,7 +71,7 @@ def choose_engine(plan: Plan, engine: Engine) -> Engine:
             '(`nbtrain.launch(..., engine="spawn")`)'
         )
     text = f"{state}. Ranks that are forked from it would hang."
-    unless_refused([Finding("framework-in-use", text, f"{remedy}.", "refuse")])
+    raise_if_refused([Finding("framework-in-use", text, f"{remedy}.", "refuse")])
     return engine
 
 

@@ -53,7 +53,7 @@ def serve(address: Address, secret: str) -> None:
         checkpoints.refusal = _NO_CHECKPOINTS
     hooks.keep()
     server = LiveRank(channel, reporter.rank)
-    channel.send({"rank": reporter.rank, "secret": secret, **server.new_names()})
+    channel.send({"rank": reporter.rank, "secret": secret, **server.take_name_changes()})
     server.run()
 
 
@@ -209,7 +209,7 @@ class LiveRank:
             output = RichOutput(run_task, shows_values=True)
             output.install()
             code = main.run_in_rank(job, self._rank, output.run)
-        return {"code": code, "groups": self._groups.describe(), **self.new_names()}
+        return {"code": code, "groups": self._groups.describe(), **self.take_name_changes()}
 
     def _plan(self, message: Message, data: int) -> tuple[Plan, frozenset[type]]:
         """Unpack a task, with the variables that it brings; return its plan and shared classes.
@@ -284,7 +284,7 @@ class LiveRank:
         self._plan(message, data)
         for name, state in self._namespace.pop(payload.STATES, {}).items():
             load_state(self._namespace[name], state)
-        return {"stale": stale, **self.new_names()}
+        return {"stale": stale, **self.take_name_changes()}
 
     def _layouts(self, message: Message, _data: int | None) -> Message:
         known = select_stateful(self._namespace)
@@ -295,7 +295,7 @@ class LiveRank:
     def _describe(self, _message: Message, _data: int | None) -> Message:
         return {"variables": values.describe_variables(self._namespace)}
 
-    def new_names(self) -> Message:
+    def take_name_changes(self) -> Message:
         """Return the names of variables that are new or deleted since the last call.
 
         They are lists under ``new`` and ``deleted``.

@@ -166,7 +166,7 @@ class DriverClient:
         self._connection.close()
         self._output.close()
 
-    def let_go(self) -> None:
+    def close_and_reap(self) -> None:
         """Close this end, and leave no zombie: others may have copies of it until a run's end."""
         self.close()
         threading.Thread(target=self.reap, name="nbtrain-ray", daemon=True).start()
@@ -206,9 +206,9 @@ class _OwnCluster:
             self._client.request(Driver.connect, "local", None)
             self.address, self.auth_mode = self._client.request(Driver.address)
         except BaseException:  # an interrupt, too
-            self._client.let_go()
+            self._client.close_and_reap()
             raise
-        self.let_go = self._client.let_go
+        self.close_and_reap = self._client.close_and_reap
 
     def changes(self) -> dict[str, str]:
         """Return the variables of the environment that its processes have otherwise, or not."""
@@ -246,7 +246,7 @@ def _own() -> _OwnCluster:
             _own_cluster = last
     finally:  # an interrupt leaves half an answer behind
         if last is not None and _own_cluster is None:
-            last.let_go()
+            last.close_and_reap()
     if _own_cluster is None:
         _own_cluster = _OwnCluster()
     return _own_cluster
@@ -322,7 +322,7 @@ class RayEngine(Engine):
                     self._client.send(Driver.nodes)
                     nodes: list[Node] = self._client.answer(CONNECT_TIMEOUT_S)
                     return nodes
-            self._client.let_go()
+            self._client.close_and_reap()
         self._client = DriverClient()
         self._client.cause = cause
         return self._client.request(Driver.connect, address, sources, auth_mode)
@@ -378,7 +378,7 @@ class RayEngine(Engine):
                 client.send(Driver.rest)  # its answer is read before that to the next request
                 _kept = client
                 return
-        client.let_go()
+        client.close_and_reap()
 
     def import_ahead(self, job: Job, modules: Sequence[str]) -> Callable[[], bool]:
         """Have each node import modules once for its ranks."""

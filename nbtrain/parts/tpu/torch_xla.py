@@ -84,7 +84,7 @@ def _call_as_rank(job: Job, rank: int, task: Task) -> Any:
     else:
         _agree_on_rank(rank)
         value = task_runner.run_task(task)
-    xla.settle()
+    xla.finish_at_exit()
     return value
 
 

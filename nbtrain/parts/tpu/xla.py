@@ -132,7 +132,7 @@ def ordinal() -> int:
     return int(_runtime()[1].global_ordinal())
 
 
-def settle() -> None:
+def finish_at_exit() -> None:
     """Wait for the devices, and release them when the process ends.
 
     Do not call it after a failure: it would wait for a peer that has ended.

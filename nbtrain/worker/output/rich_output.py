@@ -83,7 +83,7 @@ class RichOutput:
             value = self._call(task)
             if self._shows_values and isinstance(task, Cell) and value is not None:
                 self._show(value)
-                value = _light(value) if task.function is None else value
+                value = _drop_large_value(value) if task.function is None else value
             if not self._has_figures:  # else the notebook shows its own
                 with contextlib.suppress(Exception):  # figures that were drawn and not shown
                     sys.modules["matplotlib_inline.backend_inline"].flush_figures()
@@ -227,7 +227,7 @@ def _has_figures() -> bool:
     return helpers is not None and bool(helpers.Gcf.figs)
 
 
-def _light(value: Any) -> Any:
+def _drop_large_value(value: Any) -> Any:
     """Return a value that is small enough to be sent, else None."""
     try:
         result_pickler.dumps(value, limit=limits.MAX_DISPLAY_BYTES)

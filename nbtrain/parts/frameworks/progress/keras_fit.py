@@ -213,10 +213,10 @@ _TORCH_EVENTS = (
 def hide_from_torch(module: ModuleType | Any, *_: object) -> None:
     """Ignore the batches and losses of torch within Keras: they belong to no step of torch's."""
     for name in ("fit", "evaluate", "predict"):
-        patch(module.TorchTrainer, name, _untold)
+        patch(module.TorchTrainer, name, _call_without_torch_events)
 
 
-def _untold(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_without_torch_events(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function, and ignore torch's batches and losses until it returns.
 
     Keras on torch calls torch's loaders and backward passes, which are no steps of a torch

@@ -19,7 +19,7 @@ from .. import limits
 from ..base import CRASHED_EXIT_CODE
 
 
-def finish_process(inherited_tracker: int | None = None) -> None:
+def run_exit_steps(inherited_tracker: int | None = None) -> None:
     """Do what an interpreter does at its exit, but return, and free no memory.
 
     Waits for threads, runs exit functions, ends helper processes and flushes files. Errors are
@@ -45,7 +45,7 @@ def run_to_end(body: Callable[[], int]) -> NoReturn:
     """Run `body`, and end the process at once with the exit code that it returns.
 
     An exception is printed, and the code is `CRASHED_EXIT_CODE`. No exit functions run, and no
-    files are flushed: `body` calls `finish_process` for that.
+    files are flushed: `body` calls `run_exit_steps` for that.
     """
     code = CRASHED_EXIT_CODE
     try:
