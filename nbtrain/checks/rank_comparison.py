@@ -204,10 +204,9 @@ def _judge_ranks_without_steps(samples: list[ev.WorkSample]) -> Finding | None:
 
 
 def _have_same_losses(samples: list[ev.WorkSample]) -> bool:
-    """Return whether the ranks' first losses are equal, and change from step to step.
+    """Return whether all ranks have the same losses at the same steps, and not one loss throughout.
 
-    Also False with fewer than `MIN_COMPARED_LOSSES` losses. Losses that hardly change do not depend
-    on the data: with a last layer of zeros, for example, or during a warm-up.
+    Equal is within 1e-5. Losses that differ by less than 0.1 % over all steps count as one loss.
     """
     first = samples[0].losses
     if len(first) < MIN_COMPARED_LOSSES or math.isclose(min(first), max(first), rel_tol=1e-3):

@@ -148,7 +148,10 @@ class CellWatch:
         return not any(type(statement) is ast.Global for statement in tree.body)
 
     def _after_statement(self) -> None:
-        """Record what the last statement initialised, and warn about it; each mark calls this."""
+        """Record what the last statement initialised, and warn about it.
+
+        Each mark calls this once, because it also advances to the cell's next marked line.
+        """
         if self._stack:
             cell = self._stack[-1]
             if accelerator_guard.has_new_init():
@@ -269,8 +272,9 @@ def _is_constant(value: ast.expr | None) -> bool:
 def _is_harmless(statement: ast.stmt) -> bool:
     """Return whether a statement needs no mark: it calls nothing, or may not be in a block.
 
-    The latter are a docstring, a ``__future__`` import, and constants: equal constants in one block
-    would be one object.
+    Harmless are assigned constants, plain functions, ``pass``, a docstring and a ``__future__``
+    import; nothing else is. Constants stay outside of blocks: equal ones in one block would be one
+    object.
     """
     if isinstance(statement, (ast.Assign, ast.AnnAssign)):
         value = statement.value

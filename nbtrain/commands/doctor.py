@@ -268,7 +268,7 @@ def frontend(shell: Any, env: Mapping[str, str]) -> str:
 
 
 def section(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield the lines of one section, wrapped to the page's width."""
+    """Yield an empty line, a title, and rows wrapped to the page's width."""
     yield ""
     yield title
     for label, text in rows:

@@ -32,7 +32,11 @@ def migrate(shell: Any, arguments: list[str], source: str) -> str:
 
 
 def _migrate_source(shell: Any, source: str) -> str:
-    """Return a cell with its training loop migrated to Accelerate; see `migrate`."""
+    """Return a cell with its training loop migrated to Accelerate.
+
+    Raises `PlanError` if no loop of this cell can be changed, and `SyntaxError` for a cell that is
+    not Python.
+    """
     magic = _MAGIC.match(source)
     head = magic.group() if magic else ""
     body = source[len(head) :]

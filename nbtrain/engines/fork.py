@@ -103,7 +103,10 @@ def _fork_rank(
 def _run_forked(
     log: Path, listener: socket.socket | None, state: Any, parent: int, body: Callable[[], int]
 ) -> int:
-    """Turn the forked process into a rank, run `body` and return its exit code."""
+    """Turn the forked process into a rank, run `body` and the exit steps, and return its exit code.
+
+    `state` is the state of Python's random numbers before the fork.
+    """
     random.setstate(state)  # Python reseeds it in each fork
     # Collections do not touch frozen objects, so their memory pages stay shared.
     gc.freeze()

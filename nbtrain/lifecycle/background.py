@@ -57,7 +57,7 @@ def start(engine: Engine, job: Job, state: RunState, *, ends_with_kernel: bool) 
 
 
 def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
-    """Watch a task of live ranks in a thread of this process."""
+    """Run a task of live ranks and watch it, in a daemon thread; return at once."""
     supervisor = Supervisor(job.folder, state, job.plan, ranks_stay=True)
 
     def watch() -> None:

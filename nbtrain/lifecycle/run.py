@@ -203,7 +203,11 @@ class Run:
         return self._error
 
     def _find_error(self) -> BaseException | None:
-        """Return the exception that the cell raises for an ended run; None after a success."""
+        """Return the exception that the cell raises for an ended run; None after a success.
+
+        It follows from the state alone: `KeyboardInterrupt`, `RunTimeout`, the failed rank's
+        exception, `ResultsLost` or `LaunchError`.
+        """
         state = self.state
         if state.status == "interrupted":
             return KeyboardInterrupt(f"the run was stopped ({state.message})")

@@ -127,8 +127,9 @@ class Supervisor:
     ) -> None:
         """Watch the ranks of one attempt until all have ended, and read what they wrote.
 
-        Ranks that outlive SIGKILL for `UNKILLABLE_AFTER_S` are given up and recorded as ended.
-        After the first poll, `begun` is called, unless all ranks have ended by then.
+        Measures them, reports hangs, and stops the ranks as the stop policy decides. Ranks that
+        outlive SIGKILL for `UNKILLABLE_AFTER_S` are given up and recorded as ended. After the first
+        poll, `begun` is called, unless all ranks have ended by then.
         """
         while ranks.alive and not ranks.pids and not self._stop.is_unkillable(time.monotonic()):
             self._poll(ranks, interrupts)  # a cluster has no room for the ranks yet

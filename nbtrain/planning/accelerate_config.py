@@ -86,9 +86,9 @@ def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
 
 
 def check_device(plan: Plan, device: str) -> list[Finding]:
-    """Return findings about FSDP on this device; empty without a config file, FSDP, or on a GPU.
+    """Return findings about FSDP on the CPU; empty on other devices, without a config file or FSDP.
 
-    Raises `PlanError` for FSDP 1 on CPUs.
+    Raises `PlanError` on the CPU unless FSDP's version is 2.
     """
     wants_fsdp = plan.env.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if plan.config is None or device != "cpu" or not wants_fsdp:

@@ -285,7 +285,8 @@ def _fits_call(function: Callable[..., Any], args: Sequence[Any], given: Any) ->
 def _make_reader(option: Option) -> Callable[[str], Any]:
     """Return the function that argparse reads an option's text by.
 
-    It raises `ArgumentTypeError` with the option's own words.
+    The option's word for nothing becomes None. A `ValueError` of the option's type becomes an
+    `ArgumentTypeError` with the option's own words.
     """
 
     def read(text: str) -> Any:

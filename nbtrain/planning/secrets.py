@@ -225,9 +225,10 @@ def _choose_name(name: str, whole: str) -> str:
 
 
 def _pair_with_keys(nodes: list[ast.expr], name: str | None) -> Iterator[tuple[ast.expr, str]]:
-    """Yield each node with its name. A text may name the next one: ``setdefault("KEY", "…")``.
+    """Yield each node with its name.
 
-    The name of other nodes is `name`. With None, a text names nothing, and every name is "".
+    A text that reads like the name of a secret names the next node: ``setdefault("API_KEY", "…")``.
+    The name of other nodes is `name`. With None, no text names a node, and every name is "".
     """
     before, kinds = "", (_SECRET_NAME, _TOKEN_NAME, _KEY_NAME)
     for node in nodes:

@@ -146,7 +146,8 @@ def unwrap_call(
 def _unwrap_task(call: Call) -> Invocation:
     """Return what a call will call: through wrappers, bound methods, classes and callable objects.
 
-    Of a class, it is ``__init__`` with the class as its first argument.
+    Of a class, it is ``__init__`` with the class as its first argument. Without a Python function
+    behind the callable, as for a builtin, `functions` is empty.
     """
     called = unwrap_call(call.function, call.args, call.kwargs)
     if called.functions:
@@ -345,11 +346,12 @@ def forget_references(task: Task) -> None:
 
 
 def _search_references(task: Task) -> list[Reference]:
-    """Search what a task refers to, and what that contains; each object once, nearest first.
+    """Search what a task refers to, and what that contains; each object once.
 
-    Starts with arguments and variables (of a cell), or with what the function is bound to. Plain
-    values (numbers, texts) are left out. A name that is used twice gets " (2)". A part that raises
-    while it is read is skipped.
+    First comes what is shared with the notebook (arguments, a cell's variables, what the function
+    is bound to), then what the function looks up by name; nearest first in each. Plain values
+    (numbers, texts) are left out. A name that is used twice gets " (2)". A part that raises while
+    it is read is skipped.
     """
     lookups: list[tuple[str, Any]] = []
     if isinstance(task, Cell):

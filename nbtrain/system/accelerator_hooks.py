@@ -64,7 +64,11 @@ def block(wanted: bool) -> bool:
 
 
 def _watch_torch(torch: ModuleType) -> None:
-    """Watch the functions of torch that initialise CUDA."""
+    """Watch the functions of torch that initialise CUDA.
+
+    They are its initialisation, the count of devices and, if torch was built for GPUs,
+    `pin_memory`.
+    """
     # Seen in torch 2.7 to 2.13; CPU builds lack the first two.
     _watch(torch._C, "_cuda_init", "Initialising CUDA")
     _watch(torch._C, "_cuda_getDeviceCount", "Asking CUDA itself for its devices")

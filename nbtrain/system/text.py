@@ -42,7 +42,10 @@ def format_count(count: float) -> str:
 
 
 def format_number(value: float | str) -> str:
-    """Write a metric with four significant digits, and an integer with all digits."""
+    """Write a metric with four significant digits, and large or whole numbers without decimals.
+
+    Commas separate thousands from 10,000 on. A text stays as it is.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not math.isfinite(value):

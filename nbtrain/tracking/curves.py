@@ -299,7 +299,7 @@ class CurvesDraft:
         self._uncharted: set[int] = set()
 
     def add_logged(self, rank: int, step: float | None, name: str, value: Any) -> None:
-        """Add a logged value to the curve of its name, if it is a number.
+        """Add a logged value to the curve of its name, if it is an `int` or a `float` (no bool).
 
         Only the first `MAX_METRICS` names have a curve; later names are counted in `uncharted`.
         """

@@ -93,7 +93,8 @@ class TrainingProgress(ev.TrainingCounts):
     def bar(self) -> ProgressBar | None:
         """A bar of the loader's batches, for a loop without a progress bar.
 
-        Without known batches, a bar of the steps; None before the first step.
+        Before the first batch was counted, a bar of the steps. Its total may be None. None before
+        the first step.
         """
         if self.batch is None:
             steps = ProgressBar(self.steps, None, self.elapsed, "", "step", time=self.time)

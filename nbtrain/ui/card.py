@@ -140,7 +140,7 @@ def _draw_figures(state: RunState, now: float) -> tuple[str, int]:
 
 
 def _draw_trouble(state: RunState) -> tuple[str, int]:
-    """Draw the problem of a run: the failure of the rank that caused it, else a sentence.
+    """Draw the problem of a run as SVG: the failure of the rank that caused it, else a sentence.
 
     Returns it and its height in pixels: "" and 0 for a run without a problem or warning.
     """

@@ -187,7 +187,8 @@ def statuses(ranks: Iterable[RankState]) -> str:
 def spread(state: RunState) -> list[tuple[str, str]]:
     """Return the lowest, mean and highest progress and loss of many ranks, as (name, text).
 
-    One value if all are the same. A line whose values are all unknown or not finite is left out.
+    One value if all are the same. Values that are unknown or not finite do not count, and a line
+    without any other value is left out.
     """
     done = [100 * f for r in state.ranks if (f := fraction(r)) is not None]
     losses = [v for r in state.ranks if (v := r.loss) is not None and math.isfinite(v)]

@@ -206,7 +206,10 @@ def _files(error: BaseException) -> Iterator[str]:
 
 
 def _descriptors(error: BaseException) -> Iterator[tuple[str, str]]:
-    """Yield the limit on open files where it was exceeded, and how torch needs fewer."""
+    """Yield, for "Too many open files", the limit on them if it is known.
+
+    For a failure within `multiprocessing`, also yield how torch needs fewer. The labels are "".
+    """
     if "Too many open files" in _text(error):
         quota = host.descriptors()
         if quota is not None:

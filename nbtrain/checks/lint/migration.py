@@ -210,7 +210,8 @@ class _Migration:
     def _insert_accelerator(self) -> list[Edit]:
         """Return edits that import Accelerate, make the Accelerator and call ``prepare``.
 
-        Raises `_UncertainError` if a statement there shares its line with another one.
+        Device names from outside are set to its device. Raises `_UncertainError` without a place
+        for a statement, and if a statement there shares its line with another one.
         """
         source, outermost = self.source, self.loop.around[-1]
         top = _first_statement(source.module.body)
@@ -229,11 +230,12 @@ class _Migration:
         ]
 
     def _add_rebound_parameters(self) -> None:
-        """Add parameters to the function for the notebook's variables that ``prepare`` assigns.
+        """Put parameters first in the function's head, for variables that ``prepare`` assigns.
 
-        Does nothing in a cell without a function, or if no such variable is assigned. Raises
-        `_UncertainError` if a name is not the notebook's, if the function belongs to an earlier
-        cell, or if its head cannot be edited as one line.
+        These are the notebook's own variables. The parameters have no defaults. Does nothing in a
+        cell without a function, or if no such variable is assigned. Raises `_UncertainError` if a
+        name is not the notebook's, if the function belongs to an earlier cell or has a ``global``
+        statement, or if its head cannot be edited as one line.
         """
         source, node = self.source, self.scope
         names = [name for name in self.names if name not in self.bound]

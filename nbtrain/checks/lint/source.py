@@ -282,10 +282,10 @@ class Source:
 
 
 def read(task: Call | Cell, name_cell: NameCell | None = None) -> list[Source]:
-    """Return the task's own source, then the functions of the same notebook that it calls.
+    """Return the task's own source, then the functions of other cells that it calls by their names.
 
-    Empty where it has no source. Raises `SourceTooLongError`, and what `ast.parse` raises for a
-    cell.
+    What those call in turn is not read. Empty where it has no source. Raises `SourceTooLongError`,
+    and what `ast.parse` raises for a cell.
     """
     parse = functools.cache(_parse_file)
     if isinstance(task, Cell):

@@ -137,10 +137,7 @@ def check_shared_handles(facts: Facts) -> Iterator[Finding]:
 
 
 def check_process_group(facts: Facts) -> Iterator[Finding]:
-    """Refuse ranks that inherit the notebook's process group: a process has one default group.
-
-    Fresh processes (spawn, Ray) do not inherit it.
-    """
+    """Refuse ranks in the kernel, or forked from it, while the notebook has a process group."""
     if facts.in_process_group and (facts.forks_kernel or facts.runs_in_kernel):
         yield Finding(
             "process-group",

@@ -61,9 +61,9 @@ def call_in_fork(function: Callable[[], T]) -> T:
 
 
 def _send_result(function: Callable[[], Any], writer: int, parent: int) -> int:
-    """Call a function in the forked process, and send its result or `Exception`; return 0.
+    """Leave the kernel, hide the GPUs, call the function, and send its result or exception.
 
-    Other exceptions, such as `SystemExit`, are not sent. First leaves the kernel.
+    In place of an exception that cannot be pickled, a `PlanError` is sent.
     """
     kernel_detach.leave_kernel(Path(os.devnull))
     kernel_detach.exit_with_parent(parent)

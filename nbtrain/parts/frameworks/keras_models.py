@@ -122,7 +122,10 @@ def _is_foreign(array: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """Return a weight as an array of NumPy; gather one that the ranks have in parts."""
+    """Return an array as NumPy's; gather one of JAX that several processes hold.
+
+    Every rank must call it for such an array.
+    """
     value = value() if callable(value) else value  # a method of tf_keras' variables
     if getattr(value, "is_fully_addressable", True) or value.is_fully_replicated:
         return np.asarray(value)

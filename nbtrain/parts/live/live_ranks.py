@@ -830,7 +830,10 @@ class LiveRanks:
         threading.Thread(target=watch, name="nbtrain-idle", daemon=True).start()
 
     def _end_when_idle(self, seconds: float) -> None:
-        """End the ranks, in a thread, once they have had no task for so long."""
+        """Wait until the ranks have had no task for so long, then end them.
+
+        The body of the thread of `end_when_idle`. `seconds` is the time without a task.
+        """
         while not self.has_ended:
             if self._is_stopped.wait(max(self._last_use + seconds - time.monotonic(), 0.0)):
                 return

@@ -227,10 +227,10 @@ class LiveRank:
 
     @contextlib.contextmanager
     def _task_folder(self, message: Message) -> Iterator[RunFolder]:
-        """Yield the folder of a task's run.
+        """Yield the folder of a task's run, and set it as this rank's.
 
-        On another host than the notebook's, it is a folder that is copied there and deleted at the
-        end of the block.
+        On another host than the notebook's, it is a new folder, which is copied to the notebook's
+        host as it grows, and deleted at the end of the block.
         """
         home, of_process = RunFolder(Path(message["folder"])), main.job_of_process
         assert of_process is not None

@@ -64,7 +64,10 @@ def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str
 
 
 def _slow_by_waiting(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str]:
-    """Return the ranks that wait longer for data than the others, and a sentence."""
+    """Return the ranks that wait longer for data than the others, and a sentence on them.
+
+    Without such a rank, the sentence has no meaning.
+    """
     shares = {rank: of.waiting or 0.0 for rank, of in ranks.items()}
     slow, usual = _find_outliers(
         shares, lambda share, usual: share >= usual + limits.MIN_EXTRA_WAIT_SHARE

@@ -61,7 +61,11 @@ class Timeline:
         return self._fill(time, UNKNOWN, UNKNOWN)
 
     def add_training(self, time: float, waited_s: float, seconds: float, step: int) -> Timeline:
-        """Return the timeline after a report of `seconds` of training, `waited_s` without data."""
+        """Return the timeline after a report of `seconds` of training, `waited_s` without data.
+
+        Unchanged before the rank has begun. In another phase, such as a compilation, only the step
+        is noted.
+        """
         if self.until is None:
             return self
         if self.now in (COMPILING, SAVING):
@@ -90,7 +94,11 @@ class Timeline:
         return self._fill(time, now if role else self.now, now)
 
     def add_end(self, time: float, *, has_failed: bool, has_lost_peers: bool = False) -> Timeline:
-        """Return the timeline of a rank that has ended. One that lost its peers waited for them."""
+        """Return the timeline of a rank that has ended.
+
+        Its last letter is a failure with `has_failed`, or with `has_lost_peers` as well a wait for
+        peers. Unchanged if the rank has not begun, or had failed before.
+        """
         if self.until is None or self.now == FAILED:
             return self
         if not has_failed:
@@ -217,9 +225,9 @@ def align_timelines(timelines: Sequence[Timeline], time: float) -> list[Timeline
 def letters_by_step(timeline: Timeline, last: float, columns: int) -> str:
     """Return what a rank did over the steps from 0 to `last`, one letter per column.
 
-    Fewer than `columns` letters if the rank has not reached `last`, which must be above 0. A column
-    has the letter that took most of its time. Failures and hangs are never left out, and the share
-    of columns that wait for data is that of the time.
+    Fewer than `columns` letters before `last`, which must be above 0, and more after it; at least
+    one. A column has the letter that took most of its time. Failures and hangs are never left out,
+    and the share of columns that wait for data is that of the time.
     """
     letters, steps = timeline.letters, timeline.steps
     end = letters[-1:]

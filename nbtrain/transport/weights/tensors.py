@@ -87,7 +87,11 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that make up a tensor: itself, its parts, or indices and values."""
+    """Return the dense tensors that make up a tensor.
+
+    They are the tensor itself, the parts of a nested one, or the indices (two tensors in a
+    compressed layout) and the values of a sparse one.
+    """
     import torch
 
     if tensor.is_nested:

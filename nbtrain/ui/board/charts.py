@@ -92,8 +92,9 @@ class Curve:
     def scale(self, intervals: int, log: bool | None, line: Sequence[Point]) -> axes.Scale:
         """Return the axis of values for a line, the measured values and the twin.
 
-        `log` chooses its kind; with None, it is logarithmic if the line spans decades. `line` must
-        not be empty.
+        `log` chooses its kind; with None, it is logarithmic if the line spans decades. On a
+        logarithmic axis only positive values count; for samples per second, only the line. `line`
+        must not be empty.
         """
         values = [y for _, y in line]
         every = [self.series, *([self.twin[1]] if self.twin else [])]

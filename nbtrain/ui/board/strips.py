@@ -66,10 +66,10 @@ class Strips(NamedTuple):
 
 
 def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
-    """Return the strips of a run; None while there is little to see.
+    """Return the strips of a run, each with the worst of several ranks if there are many.
 
-    `last` is the step at the right of the canvas. Without it, the strips cover seconds. A short run
-    has strips only after a failure or in a hang.
+    None while there is little to see: a short run has strips only after a failure or in a hang.
+    `last` is the step at the right of the canvas. Without it, the strips cover seconds.
     """
     at = state.ended if state.ended is not None else now
     ranks = [r.timeline if r.is_over else r.timeline.extend_to(at) for r in state.ranks]

@@ -37,7 +37,8 @@ class _RankTraceback:
 def show_rank_traceback(error: BaseException) -> BaseException:
     """Make IPython draw `error` without the frames between the cell and the rank; return it.
 
-    Does nothing outside IPython, for nbtrain's own errors, and for a class that forbids attributes.
+    Does nothing outside IPython, for nbtrain's own errors without frames of a rank, and for a class
+    that forbids attributes.
     """
     is_ours = isinstance(error, NbtrainError) and rank_frames(error.__traceback__) is None
     if not is_ours and ipython_shell() is not None:

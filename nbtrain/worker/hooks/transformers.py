@@ -14,7 +14,10 @@ def watch() -> None:
 
 
 def _watch(module: Any) -> None:
-    """Add a callback to every Trainer made from now on, which notifies of its progress and logs."""
+    """Make every later Trainer notify of its progress and logs.
+
+    Adds a callback to transformers' default callbacks, once in a process.
+    """
     if any(each.__name__ == "TellObservers" for each in module.DEFAULT_CALLBACKS):
         return
 

@@ -120,7 +120,10 @@ class NotCopiedBack(Observer):
 
     @functools.cached_property
     def _saves(self) -> bool:
-        """Whether the task seems to save what it trains, or ends in a name or a container."""
+        """Whether the task seems to save what it trains.
+
+        A cell that ends in a name or a container counts as well: its value is returned.
+        """
         task = self._plan.task
         match ast.parse(task.source).body if isinstance(task, Cell) else []:
             case [*_, ast.Expr(value=ast.Name() | ast.Tuple() | ast.List() | ast.Dict())]:
