@@ -13,7 +13,7 @@ from nbtrain.tracking.curves import smooth
 from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import PreviousRun, RankState, RunState
-from nbtrain.ui.board import board, charts, strips, theme
+from nbtrain.ui.board import board, charts, theme
 from nbtrain.ui.board.canvas import CANVAS
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -83,26 +83,6 @@ def test_runs_of_other_lengths_are_compared_where_both_have_been(
         assert re.findall(r"(?:higher|lower) than #3([^<]*?)(?: <br>|&nbsp;<)", page) == [where]
 
 
-def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:
-    state, _ = board_states.drawn_at("plain-2")
-    earlier = PreviousRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
-    page = drawn(board_states.replace(state, previous=earlier))
-    assert "much higher than #3" in page
-
-
-def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
-    state, _ = board_states.drawn_at("plain-2")
-    logged = [
-        ev.Metrics(float(step), rank, step, {"distance": 1.0 / (1 + step) + rank / 3})
-        for step in range(600)
-        for rank in range(2)
-    ]
-    last_first = sorted(logged, key=lambda event: -event.rank)
-    pages = {drawn(fold(state, events)) for events in (logged, last_first)}
-    assert len(pages) == 1
-    assert "distance" in pages.pop()
-
-
 def picture(name: str) -> charts.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
@@ -147,15 +127,6 @@ def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     assert f"the others 1 % (steps {made.late_steps[0]}–{made.late_steps[1]})" in page
 
 
-def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
-    letters = {True: "c" * 20 + "dc" * 20 + "c" * 40, False: "c" * 100}
-    bands = [letters[rank == 5] for rank in range(8)]
-    found = strips.find_lone_wait(strips.Strips(bands, list(range(8)), 200, None), 5)
-    assert found == (pytest.approx(0.1), pytest.approx(0.295))
-    together = [letters[True]] * 8  # all wait: it is no single rank's
-    assert strips.find_lone_wait(strips.Strips(together, list(range(8)), 200, None), 5) is None
-
-
 def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
     """Ranks that save for a minute at step 100 of 200 do nothing at any other step."""
     rank = timeline.Timeline().begin(0.0)
@@ -167,15 +138,6 @@ def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
     over = timeline.letters_by_step(rank, 200.0, 100)
     assert [i for i, letter in enumerate(over) if letter == "s"] in ([49, 50], [50], [49])
     assert set(over) == {"c", "s"}
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_the_columns_that_wait_are_as_many_as_the_share_of_the_time(share: float) -> None:
-    rank = timeline.Timeline().begin(0.0)
-    for second in range(1, 200):
-        rank = rank.add_training(second, share, 1.0, 3 * second)
-    over = timeline.letters_by_step(rank, 600.0, 120)
-    assert over.count("d") / len(over) == pytest.approx(share, abs=0.06)
 
 
 def test_the_steps_of_an_attempt_go_on_where_the_one_before_ended() -> None:
