@@ -100,17 +100,6 @@ def test_values_keep_their_order_and_the_last_are_waited_for(cuda: Cuda) -> None
     assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
 
 
-def test_there_are_not_more_under_way_than_most(cuda: Cuda, monkeypatch: Any) -> None:
-    monkeypatch.setattr(limits, "MAX_PENDING_SCALARS", 2)
-    never = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
-    stream = SimpleNamespace(device="cuda:0", record_event=lambda: never)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    values, got = ScalarReader(), []
-    for i in range(5):
-        values.submit({"a": cuda.scalar(float(i))}, keep(got))
-    assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
-
-
 def test_threads_that_log_at_once_lose_nothing_and_may_log_when_told(cuda: Cuda) -> None:
     values, got, again = ScalarReader(), [], []
 
@@ -149,35 +138,6 @@ def test_while_another_thread_records_a_graph_cuda_is_asked_for_nothing(cuda: Cu
     device_scalars.captures.count = 0
     values.deliver()
     assert got == [{"a": 1.0}, {"a": 2.0}]
-
-
-def test_what_is_being_recorded_has_no_value(cuda: Cuda) -> None:
-    values, got = ScalarReader(), []
-    cuda.recording = True
-    values.submit({"a": cuda.scalar(1.0)}, keep(got))
-    assert (got, cuda.copied) == ([{}], [])
-
-
-def test_recordings_are_counted_from_their_begin_to_their_end() -> None:
-    class Graph:
-        def capture_begin(self, fail: bool = False) -> None:
-            if fail:
-                raise RuntimeError
-
-        capture_end = capture_begin
-
-    captures = GraphCaptures()
-    captures.watch(Graph)
-    one, two = Graph(), Graph()
-    one.capture_begin()
-    two.capture_begin()
-    assert captures.count == 2
-    one.capture_end()
-    with pytest.raises(RuntimeError):
-        two.capture_end(fail=True)
-    with pytest.raises(RuntimeError):
-        one.capture_begin(fail=True)
-    assert captures.count == 0
 
 
 def test_torchs_graphs_begin_and_end_where_they_are_watched() -> None:

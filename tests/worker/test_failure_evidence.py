@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -82,32 +81,6 @@ def test_of_ordinary_and_hostile_exceptions_nothing_is_seen() -> None:
     loop.__context__ = KeyError("y")
     loop.__context__.__context__ = loop
     assert failure_evidence.evidence(loop) == ()
-
-
-def test_no_handler_raises_into_the_report() -> None:
-    def handler(*_args: object) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
-
-    before = signal.signal(signal.SIGCHLD, handler)
-    try:
-        with failure_evidence.ignore_child_signals():
-            os.kill(os.getpid(), signal.SIGCHLD)
-        assert signal.getsignal(signal.SIGCHLD) is handler
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-def test_elsewhere_than_in_the_main_thread_it_does_nothing() -> None:
-    done: list[bool] = []
-
-    def look() -> None:
-        with failure_evidence.ignore_child_signals():
-            done.append(True)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert done == [True]
 
 
 def raise_again(*_: object) -> None:

@@ -91,26 +91,6 @@ def test_a_training_is_interrupted_between_two_steps(
     assert max(counted for _, counted in run.results) > 2  # the other rank may lag behind
 
 
-def test_a_loop_that_asks_and_then_does_not_listen_is_interrupted_all_the_same(
-    stopper: threading.Thread,
-) -> None:
-    def train() -> str:
-        nbtrain.should_stop()
-        print("ready", flush=True)
-        try:
-            time.sleep(60)
-        except KeyboardInterrupt:
-            return "interrupted"
-        return "slept"
-
-    stopper.start()
-    with pytest.raises(KeyboardInterrupt):
-        nbtrain.launch(train, num_processes=1)
-    run = nbtrain.last_run()
-    assert run is not None
-    assert run.value == "interrupted"
-
-
 def test_a_stop_that_comes_while_the_launcher_looks_for_one_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,13 +153,3 @@ def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Pa
     handler.on_step(None)
     with pytest.raises(KeyboardInterrupt):
         handler.on_fetch_or_backward(fetch=True)
-
-
-def test_a_step_in_another_thread_leaves_the_interrupt_to_the_main_one(tmp_path: Path) -> None:
-    handler = handler_of(tmp_path)
-    thread = threading.Thread(target=handler.on_fetch_or_backward, kwargs={"fetch": True})
-    thread.start()
-    thread.join()
-    assert handler.is_due
-    with pytest.raises(KeyboardInterrupt):
-        handler.on_fetch_or_backward(fetch=False)

@@ -348,16 +348,6 @@ def left(waits: bool, *, validates: int = 0) -> float | None:
     return run_progress.estimate_run(marked, 140.0 + validates).remaining
 
 
-def test_what_is_left_where_a_rank_is_short_of_data_takes_as_long_as_it_does_now() -> None:
-    assert left(waits=False) == pytest.approx(60, abs=1)  # 600 of 1,000 steps at 10 a second
-    assert left(waits=True) == pytest.approx(720 / 4, rel=0.1)
-
-
-def test_a_validation_in_which_no_step_is_taken_does_not_look_like_a_slow_training() -> None:
-    assert left(waits=False, validates=30) == pytest.approx(70 * 600 / 400, rel=0.02)
-    assert left(waits=True, validates=30) == pytest.approx(70 * 720 / 280, rel=0.05)
-
-
 def test_a_run_over_a_stream_that_has_ended_is_not_half_done() -> None:
     def train(epochs: int) -> None:
         work = Work()

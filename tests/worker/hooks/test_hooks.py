@@ -94,24 +94,6 @@ def test_nothing_is_patched_that_nobody_asks_for() -> None:
     assert {(p.owner, p.name) for p in instrumentation.patches()} == before
 
 
-def test_what_is_kept_is_patched_once_for_many_tasks(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "_lasting", set())
-    first, second = Told(), Told()
-    with instrumentation.scope():
-        hooks.keep()
-        patched = instrumentation.patches()
-        for told in (first, second):
-            with instrumentation.scope():
-                hooks.add(told)
-                assert instrumentation.patches() == patched
-                train(tmp_path / "a.pt")
-            train(tmp_path / "b.pt")  # between the tasks: nobody is told
-    assert first.events == second.events
-    assert first.events[0] == "made"
-
-
 def test_an_optimizers_first_step_is_told_once_in_a_task() -> None:
     told = Told()
     optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5) for _ in range(2)]
@@ -155,17 +137,3 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
     assert told.events == [("stepped", True)] * 2
     said = capfd.readouterr().err
     assert said.count("failing on purpose stopped (ValueError: odd); the training continues") == 1
-
-
-def test_two_that_listen_are_both_told_and_the_first_may_leave() -> None:
-    first, second = Told(), Told()
-    with instrumentation.scope():
-        hooks.add(first, "on_phase")
-        with instrumentation.scope():
-            hooks.add(second, "on_phase")
-            hooks.tell("on_phase", "saving")
-        hooks.tell("on_phase", "")
-    assert (first.events, second.events) == (
-        [("phase", "saving"), ("phase", "")],
-        [("phase", "saving")],
-    )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.support.loop_table import LoopTable, check, one_weight, transformers_trainer
+from tests.support.loops_at_once import check_at_once, split_rows
 from tests.support.runs import last, launch
 from tests.support.versions import needs
 
@@ -42,15 +43,12 @@ def as_columns(batch: Any) -> Any:
 
 COLLATE: dict[str, Callable[..., Any]] = {
     "columns": as_columns,
-    "list": list,
     "channels first": lambda batch: torch.stack([x for x, _ in batch], dim=1),
     "no tensor": lambda _: "other",
 }
 
 
-@TABLE.row("columns", 0, samples=20)
 @TABLE.row("columns", 2, samples=20)
-@TABLE.row("list", 0, samples=20)
 @TABLE.row("channels first", 0, samples=20)
 @TABLE.row("no tensor", 2, samples=20)
 def samples_asked_for(collate: str, workers: int) -> None:
@@ -86,11 +84,6 @@ def samples_of_a_stream_where_they_are_certain(how: str) -> None:
     list(DataLoader(Stream(), **STREAMS[how]))
 
 
-@TABLE.row(samples=None)
-def samples_without_a_batch() -> None:
-    list(DataLoader(TWELVE, batch_size=None))
-
-
 @TABLE.row("the same data", epoch=2, batch=3, steps=6)
 @TABLE.row("other data", epoch=2, batch=3, steps=6, samples=2 * 24)
 def loaders_that_are_read_in_turn(which: str) -> None:
@@ -103,7 +96,6 @@ def loaders_that_are_read_in_turn(which: str) -> None:
 
 
 @TABLE.row("the same data", 0, steps=3, samples=24)
-@TABLE.row("other data", 0, steps=3, samples=24)
 @TABLE.row("other data", 1, steps=3, samples=24)
 def a_validation_and_an_accumulation(which: str, workers: int) -> None:
     w, optimizer = one_weight()
@@ -120,16 +112,6 @@ def a_validation_and_an_accumulation(which: str, workers: int) -> None:
     optimizer.step()
 
 
-@TABLE.row(samples=24)
-def batches_read_ahead_into_a_list() -> None:
-    w, optimizer = one_weight()
-    for _ in range(2):
-        for (x,) in list(DataLoader(TWELVE, 4)):
-            (w * x).sum().backward()
-            optimizer.step()
-
-
-@TABLE.row(0, samples=36)
 @TABLE.row(1, samples=36)
 def a_batch_that_is_only_looked_at(workers: int) -> None:
     w, optimizer = one_weight()
@@ -141,7 +123,6 @@ def a_batch_that_is_only_looked_at(workers: int) -> None:
             optimizer.step()
 
 
-@TABLE.row(3, steps=3, samples=12, batch=3, batches=10)
 @TABLE.row(10, steps=10, samples=40, batch=10, batches=10)
 @TABLE.row(13, steps=13, samples=52, batch=3, batches=10)
 def a_batch_that_accelerate_reads_ahead(end: int) -> None:
@@ -173,8 +154,15 @@ def batches_that_a_trainer_gives_twice() -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
-def test_samples_and_batches_are_those_of_the_loop(
+TOGETHER, ALONE = split_rows(TABLE)
+
+
+def test_samples_and_batches_are_those_of_the_loop() -> None:
+    check_at_once(TOGETHER)
+
+
+@pytest.mark.parametrize(("loop", "expected"), ALONE)
+def test_samples_and_batches_are_those_of_a_library(
     loop: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
     check(loop, expected)

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nbtrain
-from nbtrain.planning.option_types import SOURCES
 from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
 from nbtrain.ui import text_summary
@@ -23,11 +21,11 @@ from nbtrain.ui.board import board
 from tests.support.hangs import first_verdict, launched
 from tests.support.loop_table import (
     LoopTable,
-    check,
     lightning_fit,
     one_weight,
     transformers_trainer,
 )
+from tests.support.loops_at_once import check_at_once
 from tests.support.runs import events, last, launch
 from tests.support.waiting import wait_until
 
@@ -83,19 +81,6 @@ def pair_of_optimizers() -> None:
         step_on(w, optimizer, other)
 
 
-@TABLE.row(steps=10)
-def trials_of_a_step() -> None:
-    for _ in range(10):
-        step_on(*one_weight())
-
-
-@TABLE.row(steps=50)
-def fits_one_after_the_other() -> None:
-    for w, optimizer in [one_weight() for _ in range(5)]:
-        for _ in range(10):
-            step_on(w, optimizer)
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from ({"x": torch.ones(4), "n": i} for i in range(40))
@@ -134,53 +119,13 @@ def an_evaluation_after_the_training() -> None:
         pass
 
 
-class Large(TensorDataset):
-    """Of a size that little else has: the next one is made where the last one was."""
-
-    __slots__ = tuple(f"slot_{number}" for number in range(40))
+def test_steps_and_the_place_are_those_of_the_loop() -> None:
+    check_at_once(TABLE.rows)
 
 
-@TABLE.row(steps=5, batch=5, batches=5, epoch=1)
-def an_evaluation_data_set_at_the_place_of_the_first() -> None:
-    w, optimizer = one_weight()
-    data, rows = Large(torch.ones(20, 3)), torch.ones(30, 4)
-    for (x,) in DataLoader(data, batch_size=4):
-        (x @ w).sum().backward()
-        optimizer.step()
-    place, others = id(data), [data]
-    del data
-    others.clear()
-    while id(data := Large(rows)) != place and len(others) < 1000:
-        others.append(data)
-    assert id(data) == place
-    for _ in DataLoader(data, batch_size=1):
-        pass
-
-
-@TABLE.row(loss=0.0)
-def a_loss_that_ends_at_zero() -> None:
-    w, optimizer = one_weight(lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        step_on(w, optimizer)
-
-
-@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
-def test_steps_and_the_place_are_those_of_the_loop(
-    loop: Callable[[], Any], expected: dict[str, Any]
-) -> None:
-    check(loop, expected)
-
-
-def test_a_loop_that_is_read_in_its_last_round_is_known() -> None:
-    def loop(most: int = 2) -> None:  # it is read in the second step
-        (w, optimizer), step = one_weight(), 0
-        while step < most:
-            step += 1
-            w.sum().backward()
-            optimizer.step()
-
-    assert last(launch(loop)).loops == (("step", 2, 2, 1),)
+def test_without_telemetry_nothing_of_a_training_is_reported() -> None:
+    quiet = events(launch(plain_loop, telemetry=()))
+    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
 
 
 def test_a_training_that_goes_on_names_its_first_epoch_as_the_loop_does() -> None:
@@ -308,22 +253,6 @@ def test_saving_and_compiling_are_phases() -> None:
     assert phases == ["saving", ""]
 
 
-def test_every_source_can_be_left_out() -> None:
-    def train() -> None:
-        from tqdm import tqdm
-
-        plain_loop()
-        list(tqdm(range(3)))
-
-    quiet = events(launch(train, telemetry=()))
-    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
-    for source, absent in (("loss", "loss"), ("steps", "lr"), ("data", "batch")):
-        told = last(launch(train, telemetry=[s for s in SOURCES if s != source]))
-        assert getattr(told, absent) is None
-    with pytest.raises(nbtrain.NbtrainError, match="no telemetry 'speed'"):
-        launch(train, telemetry=["speed"])
-
-
 def test_the_loop_itself_is_not_changed() -> None:
     def weights() -> Any:
         torch.manual_seed(0)
@@ -357,43 +286,6 @@ def test_losses_and_metrics_on_a_gpu_are_read_late_and_none_is_lost() -> None:
     assert [e.step for e in logged] == list(range(200))
     assert last(run).loss == pytest.approx(logged[-1].values["loss"])
     assert (last(run).peak or 0) > 0
-
-
-def test_a_bar_made_in_the_notebook_can_be_closed_in_a_rank() -> None:
-    from tqdm import tqdm
-
-    outer = tqdm(total=3, disable=False, file=None)
-
-    def train() -> int:
-        outer.update(2)
-        outer.close()
-        return int(outer.n)
-
-    try:
-        assert launch(train).value == 2
-    finally:
-        outer.close()
-
-
-def test_what_telemetry_cannot_read_is_no_error_of_the_training() -> None:
-    def train() -> str:
-        import warnings
-
-        warnings.simplefilter("ignore")  # nested tensors are a prototype
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-        for _batch in DataLoader([nested], batch_size=None):
-            pass
-        w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        (w * w.conj()).sum().backward(torch.tensor(1 + 0j))
-        meta = nn.Linear(2, 2, device="meta")
-        optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
-        meta(torch.ones(1, 2, device="meta")).sum().backward()
-        optimizer.step()
-        plain_loop()
-        return "trained"
-
-    run = launch(train)
-    assert run.value == "trained"
 
 
 def test_nothing_of_the_training_is_kept_alive() -> None:
@@ -455,19 +347,6 @@ def test_optimizers_that_take_turns_have_a_curve_each() -> None:
     assert run.state.ranks[0].progress.steps == 20
 
 
-def test_two_optimizers_on_one_loss_and_one_after_the_other_have_one_curve() -> None:
-    def train() -> None:
-        for _ in range(2):
-            model = nn.Linear(4, 1)
-            both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-            for _ in range(10):
-                model(torch.ones(4, 4)).pow(2).mean().backward()
-                for optimizer in both:
-                    optimizer.step()
-
-    assert [n for n in launch(train).state.curves.automatic if "loss" in n] == ["loss"]
-
-
 def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:
     def train() -> None:
         model = nn.Linear(4, 1)
@@ -511,37 +390,6 @@ def test_the_last_counts_of_a_rank_that_hangs_are_shown() -> None:
         )
         wait_until(lambda: "steps/s0" in text_of(board.render(run.state, clock.now())), 60)
         assert " left" not in text_summary.summary(run.state, clock.now())
-
-
-def test_a_step_by_which_torch_makes_an_optimizers_state_does_not_count() -> None:
-    def train(model: torch.nn.Module) -> None:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        optimizer = torch.optim.AdamW(model.parameters())
-        get_state_dict(model, optimizer)
-        for _ in range(5):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run = nbtrain.launch(train, torch.nn.Linear(4, 1), num_processes=1, view="none")
-    assert run.to_dict()["steps"] == 5
-
-
-@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])
-def test_a_group_with_a_backend_per_device_is_compared(backend: str | None) -> None:
-    def train(model: torch.nn.Module, backend: str | None) -> None:
-        torch.distributed.init_process_group(backend)
-        torch.manual_seed(nbtrain.rank())
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(20):
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-
-    run = nbtrain.launch(train, torch.nn.Linear(4, 1), backend, num_processes=2, view="none")
-    assert "stopped" not in run.logs(0)
-    assert run.state.notes == ()
 
 
 @pytest.mark.parametrize("sources", [("data",), ("loss", "data")])

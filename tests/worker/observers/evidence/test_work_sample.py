@@ -131,17 +131,6 @@ def inference() -> float:
     return total
 
 
-def one_batch_over_and_over() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(12):
-        fit(model, optimizer, batches(TensorDataset(*DATA[:8])))
-    dist.destroy_process_group()
-
-
 def members_of_an_ensemble() -> None:
     """Ranks of one group that train a model each, on purpose."""
     from accelerate import Accelerator
@@ -168,33 +157,10 @@ def averages_weights_now_and_then() -> None:
     KEPT.append(model)
 
 
-def averages_by_hand() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model, optimizer = parts()
-    loader = batches(sampler=DistributedSampler(DATA))
-    for x, y in [*loader, *loader]:
-        (model(x) - y).pow(2).mean().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def sweep() -> None:
     model, _ = parts()
     lr = 0.1 * (1 + nbtrain.rank())
     fit(model, torch.optim.SGD(model.parameters(), lr=lr), batches(shuffle=True))
-
-
-def late_sweep() -> None:
-    """Ranks that differ only after the steps that are compared first."""
-    model, optimizer = parts()
-    for epoch in range(3):
-        if epoch == 2 and nbtrain.rank():
-            optimizer.param_groups[0]["lr"] = 0.01
-        fit(model, optimizer, batches())
 
 
 def only_one_trains() -> None:
@@ -221,46 +187,8 @@ def takes_slices() -> None:
     ddp_without_a_loader(lambda step: INPUTS[8 * step : 8 * step + 8])
 
 
-def takes_slices_of_its_part() -> None:
-    part = INPUTS[nbtrain.rank() :: nbtrain.world_size()]
-    ddp_without_a_loader(lambda step: part[4 * step : 4 * step + 4])
-
-
 def draws_with_numpy() -> None:
     ddp_without_a_loader(lambda step: INPUTS[np.random.choice(96, 8)])
-
-
-def a_last_layer_of_zeros_in_a_warm_up() -> None:
-    from accelerate import Accelerator
-
-    acc, model = Accelerator(), nn.Linear(4, 3)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    torch.manual_seed(7 + nbtrain.rank())
-    for _ in range(12):
-        x, y = torch.randn(32, 4), torch.randint(3, (32,))
-        acc.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def the_loss_of_what_all_ranks_draw() -> None:
-    from accelerate import Accelerator
-
-    acc, (model, optimizer) = Accelerator(), parts()
-    model, optimizer = acc.prepare(model, optimizer)
-    torch.manual_seed(7 + nbtrain.rank())
-    for _ in range(12):
-        x = acc.gather(torch.randn(8, 4))
-        acc.backward(model(x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def draws_with_numpy_by_rank() -> None:
-    np.random.seed(7 + nbtrain.rank())
-    draws_with_numpy()
 
 
 class Drawn(Dataset[Any]):
@@ -287,32 +215,10 @@ def ddp_on_samples_drawn_by_rank() -> None:
     ddp_on_drawn_samples()
 
 
-def gathers_in_a_library() -> None:
-    """As a contrastive loss of a package does, whose source nobody reads."""
-    import torch.distributed as dist
-
-    gather = getattr(dist, "all_" + "gather")
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    part = INPUTS[nbtrain.rank() :: nbtrain.world_size()]
-    for step in range(12):
-        own = model(part[4 * step : 4 * step + 4])
-        every = [torch.zeros_like(own) for _ in range(2)]
-        gather(every, own.detach())
-        every[nbtrain.rank()] = own
-        torch.cat(every).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 RIGHT = [
-    gathers_in_a_library,
-    *(takes_slices_of_its_part, draws_with_numpy_by_rank, ddp_on_samples_drawn_by_rank),
-    *(a_last_layer_of_zeros_in_a_warm_up, the_loss_of_what_all_ranks_draw),
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
-    *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
-    *(members_of_an_ensemble, averages_by_hand, averages_weights_now_and_then),
+    *(sweep, only_one_trains, ddp_on_samples_drawn_by_rank),
+    *(members_of_an_ensemble, averages_weights_now_and_then),
 ]
 
 
