@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import queue
-import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -126,14 +123,6 @@ def test_who_presses_stop_at_the_end_waits_no_longer(
     assert isinstance(note, ev.RunNote)
 
 
-def test_who_stopped_a_run_waits_for_no_tracker(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, other = ends
-    began = time.monotonic()
-    Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"), never)
-    assert time.monotonic() - began < forwarder.END_TIMEOUT_S / 2
-    assert b"interrupted" in other.recv(1 << 16)
-
-
 def test_a_launcher_that_hangs_up_without_a_word_has_lost_the_run(
     tmp_path: Path, ends: tuple[socket.socket, socket.socket]
 ) -> None:
@@ -147,20 +136,3 @@ def test_a_launcher_that_hangs_up_without_a_word_has_lost_the_run(
 
     threading.Thread(target=follow, daemon=True).start()
     assert followed.get(timeout=30).status == "lost"
-
-
-def test_a_process_with_thousands_of_descriptors_hears_of_trouble(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    ours, other = ends
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    try:
-        high = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 1100))
-        other.sendall(b"tensorboard: the tracker failed\n")
-        with high:
-            (note,) = Forwarder(high).notes()
-        assert isinstance(note, ev.RunNote)
-        assert note.text == "tensorboard: the tracker failed"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

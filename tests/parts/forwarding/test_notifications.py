@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain.parts.forwarding import forwarder
 from tests.support.hangs import launched
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -133,24 +131,6 @@ def test_a_dead_address_costs_one_note_that_does_not_show_it() -> None:
     assert has_secret(run.folder) == []
 
 
-def test_a_service_that_never_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarder, "END_TIMEOUT_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        run = launch(train, n=2, notify=f"json://127.0.0.1:{port}/{SECRET}?rto=600&cto=600")
-    (note,) = run.state.findings
-    assert (run.state.status, note.code) == ("succeeded", "not-forwarded")
-    assert note.text.startswith("--notify: ")
-    assert has_secret(run.folder) == []
-
-
-@pytest.mark.parametrize("empty", ["", [" "], ["", "json://localhost:1/x"]])
-def test_an_empty_address_is_told(empty: str | list[str]) -> None:
-    run = launch(train, n=1, notify=empty)
-    assert [note.code for note in run.state.findings].count("no-address") == 1
-    assert run.state.status == "succeeded"
-
-
 def test_a_background_run_whose_kernel_dies_is_told(
     server: tuple[str, Inbox], start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:
@@ -167,13 +147,6 @@ def test_a_background_run_whose_kernel_dies_is_told(
     assert "interrupted" in message["title"]
     assert "kernel" in message["message"]
     assert inbox.empty()
-
-
-def test_an_address_of_no_service_is_a_note_too() -> None:
-    run = launch(train, n=1, notify=f"nosuch://{SECRET}")
-    (note,) = run.state.notes
-    assert "apprise does not know an address of this form" in note
-    assert SECRET not in note
 
 
 def test_nothing_that_prints_a_plan_shows_the_address() -> None:

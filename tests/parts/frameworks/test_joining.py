@@ -123,7 +123,6 @@ def test_losses_on_all_ranks_equal_those_of_one_process(notebook: Notebook, pack
     launch = "run = nbtrain.launch(train, num_processes={}, {})"
     ways = {
         "fork": (2, launch.format(2, "engine='fork'")),
-        "four ranks": (4, launch.format(4, "")),
         "background": (2, launch.format(2, "background=True"), "run.wait()"),
         "spawn": (2, launch.format(2, "engine='spawn'")),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -111,11 +110,6 @@ def test_the_variable_of_ray_counts_where_no_other_cluster_was_asked_for() -> No
     assert cluster_address("h:1", variables) == ("h:1", "h:1")
 
 
-def test_a_rank_takes_no_part_of_a_gpu() -> None:
-    with pytest.raises(PlanError, match="whole GPUs"):
-        Plan(Call(print), "train", engine="ray", resources={"GPU": 0.5})
-
-
 def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         def request(self, *_call: object) -> list[Node]:
@@ -129,10 +123,6 @@ def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyP
     engine = RayEngine()
     assert engine.resolve(plan)[0].num_processes == 4
     assert [note.text for note in engine.notes] == ["4 of 8 ranks: 2 of 4 nodes have room."]
-
-
-def test_nodes_that_are_alike_are_worth_no_word() -> None:
-    assert check_nodes([placed(FREE), placed(BUSY)], WANTED, HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -227,23 +217,3 @@ def test_nodes_that_are_not_free_are_waited_for(cluster: Cluster) -> None:
     with pytest.raises(LaunchError, match="1 of 2 nodes have 1 CPU free"):
         asyncio.run(reserved.reserve(replace(wanted, patience=1.0)))
     assert cluster.removed == 3
-
-
-@pytest.mark.parametrize(
-    ("patience", "view", "reported"),
-    [(0.0, "auto", "waiting\n"), (5.0, "auto", "waiting (5 s at most)\n"), (5.0, "none", "")],
-)
-def test_the_cell_shows_a_wait_for_nodes_that_others_use(
-    patience: float, view: str, reported: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There was room at the first look: the waiting is done while nodes are placed."""
-
-    def answer(on_message: Callable[[str, Any], None]) -> list[str]:
-        on_message("waiting", "waiting")
-        return []
-
-    engine, client = RayEngine(), SimpleNamespace(answer=answer)
-    client.send = client.request = lambda *_: None
-    engine._client = client  # type: ignore[assignment]
-    engine.prepare(Plan(Call(len), "len", engine="ray", view=view, wait_for_nodes=patience))
-    assert capsys.readouterr().out == reported

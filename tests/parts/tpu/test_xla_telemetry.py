@@ -83,27 +83,6 @@ def test_a_value_is_read_where_no_step_ever_ends(kernel: Notebook) -> None:
     assert kernel.value(values) == [0.0, 1.0, 2.0]
 
 
-def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> None:
-    kernel.run(
-        "from nbtrain.worker import limits\n"
-        "most, limits.MAX_PENDING_SCALARS = limits.MAX_PENDING_SCALARS, 8"
-    )
-    out = kernel.run(
-        "%%distributed -n 1\n"
-        "from nbtrain.worker import api\n"
-        "kept = []\n"
-        "for step in range(50):\n"
-        "    nbtrain.log(step=step, value=torch.ones(1, device='xla') * step)\n"
-        "    kept.append(sum(map(len, api.active.late._others['xla']._waiting.values())))\n"
-        "max(kept)"
-    )
-    kernel.run("limits.MAX_PENDING_SCALARS = most")
-    assert not out.ename, out.traceback
-    assert kernel.value("nbtrain.last_run().value") < 8
-    values = "nbtrain.last_run().history['value'].tolist()"
-    assert kernel.value(values) == [float(step) for step in range(50)]
-
-
 def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> None:
     out = kernel.run(
         "%%distributed -n 1 --as run\n"
@@ -162,22 +141,3 @@ def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -
     assert not out.ename, out.traceback
     value = kernel.value("nbtrain.last_run().value")
     assert value == [False, True, True, False, False, False, False, 1]
-
-
-def test_a_program_that_a_batch_of_another_shape_needs_is_put_down_to_it(kernel: Notebook) -> None:
-    out = kernel.run(
-        "%%distributed --as run\n"
-        "data = torch.utils.data.TensorDataset(torch.ones(84, 5))\n"
-        "loader = torch.utils.data.DataLoader(data, batch_size=8)\n"
-        "import torch_xla\n"
-        "model = torch.nn.Linear(5, 1).to('xla')\n"
-        "for epoch in range(2):\n"
-        "    for (batch,) in loader:\n"
-        "        model(batch.to('xla')).mean().backward()\n"
-        "        torch_xla.sync()\n"
-    )
-    assert not out.ename, out.traceback
-    (note,) = kernel.value("run.state.notes")  # once, of all ranks
-    assert note.startswith("A batch has a new shape (4x5 instead of 8x5), so torch_xla compiled")
-    assert "drop_last=True" in note
-    assert note.partition(":")[0] in out.board
