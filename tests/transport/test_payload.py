@@ -122,13 +122,3 @@ def test_only_what_a_cell_reads_goes() -> None:
     namespace = {"model": 1, "helper": len, "k": threading.Lock(), "unused": threading.Lock()}
     needed = payload.needed_variables(cell.read_cell(source, "c", namespace))
     assert needed == {"model": 1, "helper": len}
-
-
-def test_a_weight_on_a_device_is_named() -> None:
-    # No accelerator here: a tensor on the 'privateuse' device that torch keeps for extensions
-    # cannot be made either, so the check is asked alone.
-    class Elsewhere(torch.Tensor):
-        device = torch.device("cuda", 1)  # type: ignore[assignment]
-
-    with pytest.raises(TypeError, match="it is on cuda:1"):
-        payload.check_can_leave_process(Elsewhere())

@@ -65,21 +65,6 @@ def test_the_part_that_cannot_be_pickled_is_named(value: Any, path: str) -> None
         result_pickler.dump_result(value)
 
 
-def test_a_tensor_elsewhere_arrives_on_the_cpu() -> None:
-    # No accelerator here: a stand-in with a device says which branch is taken.
-    class Elsewhere:
-        device = torch.device("cuda", 0)
-
-        def detach(self) -> torch.Tensor:
-            return torch.ones(2)
-
-        requires_grad = True
-
-    rebuilt, args = result_pickler._reduce_tensor(torch, Elsewhere())[:2]
-    assert torch.equal(rebuilt(*args), torch.ones(2))
-    assert result_pickler._reduce_tensor(torch, torch.ones(1)) is NotImplemented
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.device_count(), reason="needs an NVIDIA GPU")
 def test_a_cuda_model_arrives_on_the_cpu() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import socket
@@ -30,20 +29,6 @@ def split_prompts() -> tuple[int, list[str]]:
 
 def test_a_plain_partial_state_joins_the_world_of_cpu_ranks() -> None:
     assert launch(split_prompts, n=2).results == [(2, ["a", "b"]), (2, ["c", "d"])]
-
-
-def load_to_the_ranks_device(saved: bytes) -> tuple[str, int]:
-    from accelerate import PartialState
-
-    device = PartialState().device
-    return str(device), torch.load(io.BytesIO(saved), map_location=device)["x"].sum().item()
-
-
-def test_what_was_saved_is_loaded_to_the_device_of_a_cpu_rank() -> None:
-    saved = io.BytesIO()
-    torch.save({"x": torch.ones(3, dtype=torch.int)}, saved)
-    launched = launch(load_to_the_ranks_device, saved.getvalue(), n=2)
-    assert launched.results == [("cpu", 3), ("cpu", 3)]
 
 
 def sum_of_ranks() -> float:
@@ -135,23 +120,6 @@ def test_workers_of_a_loader_know_what_the_notebook_defined(asked_before: bool) 
     assert launch(train, n=1).value == ([0, 1, 4, 9], "fork")
 
 
-def forks_with_tokenizers() -> tuple[str | None, str | None]:
-    import tokenizers  # noqa: F401
-
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.write(write, os.environ.get("TOKENIZERS_PARALLELISM", "not set").encode())
-        os._exit(0)
-    os.wait()
-    return os.read(read, 100).decode(), os.environ.get("TOKENIZERS_PARALLELISM")
-
-
-def test_tokenizers_announce_nothing_in_the_workers_of_a_fresh_rank() -> None:
-    """By the variable that they ask: those of 0.23 announce nothing anyway."""
-    run = launch(forks_with_tokenizers, n=1, engine="spawn")
-    assert run.results == [("false", None)]
-
-
 PREPARED = {
     "accelerator": "Accelerator().prepare(model)",
     "part": "class Holder: pass\nholder = Holder(); holder.model = Accelerator().prepare(model)",
@@ -231,14 +199,3 @@ def test_a_single_rank_trains_the_model_itself(engine: str) -> None:
     assert launch(train_by_accelerate, model, engine=engine).value == alone
     by_hand = launch(train_by_hand, model, engine=engine).value
     assert by_hand == ("DistributedDataParallel", *alone)
-
-
-def shard_alone(model: torch.nn.Module) -> str:
-    from accelerate import Accelerator
-
-    return str(Accelerator().distributed_type)
-
-
-def test_a_single_rank_that_asks_to_shard_has_a_group_of_one() -> None:
-    env = {"ACCELERATE_USE_FSDP": "true"}
-    assert launch(shard_alone, torch.nn.Linear(2, 2), env=env).value == "DistributedType.FSDP"

@@ -131,15 +131,6 @@ def test_an_interrupt_without_a_request_of_the_launcher_is_none(tmp_path: Path) 
         handler_of(tmp_path).on_fetch_or_backward(fetch=False)
 
 
-def test_it_is_raised_where_the_next_step_begins_and_once(tmp_path: Path) -> None:
-    handler = handler_of(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        handler.on_fetch_or_backward(fetch=True)
-    handler(signal.SIGINT, None)
-    handler.on_step(None)
-    handler.on_fetch_or_backward(fetch=True)
-
-
 def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Path) -> None:
     handler = StopOnRequest(tmp_path / "stop")
     (tmp_path / "stop").touch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import nbtrain
 from tests.support.hangs import launched
@@ -79,22 +77,6 @@ def test_a_run_that_ends_is_told_in_a_headline_and_three_lines(
     assert run.state.notes == ()
     assert has_secret(run.folder) == []
     assert SECRET not in run._repr_html_() + str(run.to_dict())
-
-
-def test_a_run_whose_result_is_wrong_is_no_success(server: tuple[str, Inbox]) -> None:
-    def diverge() -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            (model(torch.ones(1, 2)).sum() * math.nan).backward()
-            optimizer.step()
-
-    url, inbox = server
-    run = launch(diverge, n=1, notify=url)
-    assert run.state.flaw
-    message = inbox.get(timeout=60)
-    assert message["type"] == "warning"
-    assert message["message"].splitlines()[0] == run.state.notes[0]
 
 
 def test_a_failure_is_told_with_the_rank_and_its_error(server: tuple[str, Inbox]) -> None:

@@ -179,27 +179,6 @@ def test_the_place_is_named_whoever_computes_and_whenever_nbtrain_was_loaded(
         assert place in out.evalue
 
 
-def test_live_ranks_are_fresh_processes_and_keep_what_they_compute_themselves(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    needs("jax")
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nimport nbtrain, jax")
-    use = "%%distributed --view none\nx = jax.numpy.ones(9); float(x.sum())"
-    for state, options, engine in (("", "", "fork"), ("jax.devices()", "", "spawn")):
-        kernel.run(state)
-        kernel.run(f"%nbtrain start -n 1 {options}", timeout=100)
-        for _again in range(2):
-            assert not (out := kernel.run(use, timeout=60)).ename, out.traceback
-            assert kernel.value(f"{ENGINE}, nbtrain.last_run().value") == (engine, 9.0)
-        kernel.run("%nbtrain stop")
-    kernel.run("%nbtrain start -n 1 -e fork")
-    out = kernel.run(use)
-    kernel.run("%nbtrain stop")
-    assert out.ename == "RuntimeError"
-    assert "--engine spawn" in out.evalue
-
-
 WITHOUT = """
 import sys, nbtrain
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,8 +13,7 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import NbtrainError
-from nbtrain.parts.live.live_ranks import LiveRanks, _hello
-from nbtrain.planning.plan import Call, Plan
+from nbtrain.parts.live.live_ranks import _hello
 from nbtrain.transport.channel import Listener, connect
 from tests.support.kernel import Notebook
 
@@ -111,15 +108,6 @@ def test_a_cell_that_fails_on_all_ranks_leaves_their_group(
     assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
 
 
-def test_names_are_those_that_python_stores(live: Notebook) -> None:
-    """In NFKC, which a name that is typed as a text is not."""
-    micro, bold = "\N{MICRO SIGN}", "\U0001d431"
-    assert not live.run(f"%%distributed --as {bold}\n{micro} = 6").ename
-    assert live.value(f"{bold}.state.status") == "succeeded"
-    assert not live.run(f"%nbtrain pull {micro}").ename
-    assert live.value(f"{micro}, ranks['{micro}']") == (6, [6, 6])
-
-
 def test_what_ranks_lack_is_sent_and_what_changed_is_named(live: Notebook) -> None:
     live.run("lr = 0.5\ndef double(x): return 2 * x")
     out = live.run("%distributed double(lr)")
@@ -148,12 +136,6 @@ def test_what_a_sent_function_calls_and_reads_is_named_when_it_changed(live: Not
     assert "the notebook's `config`, `inner` changed" in changed
     live.run("%nbtrain push config, inner")
     assert live.run("%distributed outer()").stdout == "[ranks 0–1] (-2, nan)\n"
-
-
-def test_a_function_that_is_sent_does_not_replace_what_it_reads(live: Notebook) -> None:
-    live.run("%%distributed\nsize = 100")
-    live.run("size = 1\ndef show(): return size")
-    assert "[ranks 0–1] 100" in live.run("%distributed show()").stdout
 
 
 TRAIN = """%%distributed
@@ -253,22 +235,6 @@ def test_all_of_a_model_arrives_that_is_pushed(live: Notebook) -> None:
     assert not live.run("%nbtrain push net").ename
     check = "net(torch.ones(1, 4)).item() == 5"
     assert live.run(f"%distributed {check}").stdout == "[ranks 0–1] True\n"
-
-
-def test_an_optimizer_of_other_parameters_is_not_loaded_into_the_ranks_own(live: Notebook) -> None:
-    live.run("pair = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2) for n in 'ab'})")
-    live.run("opt = torch.optim.SGD(pair.a.parameters(), lr=1.0)")
-    live.run("%nbtrain push pair, opt")
-    live.run("opt = torch.optim.SGD(pair.b.parameters(), lr=1.0)")
-    assert not live.run("%nbtrain push opt").ename
-    steps = "opt.param_groups[0]['params'][0] is pair.b.weight"
-    assert live.run(f"%distributed {steps}").stdout == "[ranks 0–1] True\n"
-    live.run("plan = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)\n")
-    live.run("%nbtrain push plan")
-    live.run("plan = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5)\n")
-    live.run("%nbtrain push plan")
-    check = "plan.lr_lambdas[0](1), plan.optimizer is opt"
-    assert live.run(f"%distributed {check}").stdout == "[ranks 0–1] (0.5, True)\n"
 
 
 def test_an_optimizer_is_not_pulled_without_its_model(live: Notebook) -> None:
@@ -504,18 +470,6 @@ def test_nothing_gathers_in_kernel_or_ranks(live: Notebook) -> None:
     assert look() == before
 
 
-LATE = """%%distributed
-import threading
-go = threading.Event()
-thread = threading.Thread(target=lambda: (go.wait(), print("late")))
-thread.start()"""
-
-
-def test_a_thread_that_outlives_its_cell_prints_into_the_one_that_runs(live: Notebook) -> None:
-    assert live.run(LATE).stdout == ""
-    assert live.run("%%distributed\ngo.set()\nthread.join()").stdout == "[ranks 0–1] late\n"
-
-
 HELD = """from collections import Counter
 import gc
 def held():
@@ -536,15 +490,6 @@ def test_cells_that_fail_one_after_the_other_are_not_kept(live: Notebook) -> Non
 
     early, later = fail(3), fail(6)
     assert {kind: n for kind, n in later.items() if n - early.get(kind, 0) >= 4} == {}
-
-
-def test_of_runs_that_the_notebook_keeps_little_is_kept(live: Notebook) -> None:
-    live.run(HELD)
-    for _ in range(4):
-        live.run("%distributed rank")
-    held = live.value("held()")
-    assert held["nbtrain.lifecycle.run.Run"] >= 4  # IPython has them in Out
-    assert held.get("nbtrain.lifecycle.supervisor.Supervisor", 0) <= 2
 
 
 WAIT_FOR = """%%distributed {options}
@@ -585,39 +530,6 @@ def test_a_background_cell_that_fails_leaves_ranks_that_work(live: Notebook) -> 
     assert live.run("%%rank 1\nkept").stdout == "[rank 1] 5\n"
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_ranks_whose_task_in_the_background_is_over_take_the_next_one(
-    background: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Who has waited for the run may be back before the ranks are ready for another."""
-    somebody_waits, recover = threading.Event(), LiveRanks._recover
-
-    def recover_late(self: LiveRanks) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            somebody_waits.wait()
-        recover(self)
-
-    class IsFree(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            if not self.is_set():
-                somebody_waits.set()
-            return super().wait(timeout)
-
-    monkeypatch.setattr(LiveRanks, "_recover", recover_late)
-    first = Plan(Call(nbtrain.rank), "first", background=True, view="none")
-    with nbtrain.start(2) as ranks:
-        ranks._is_free = IsFree()
-        ranks._is_free.set()
-        try:
-            ranks.run_plan(first).wait()
-            assert not ranks._is_free.is_set()
-            second = ranks.run_plan(replace(first, name="second", background=background))
-            assert second.wait().results == [0, 1]
-        finally:
-            somebody_waits.set()
-    assert "busy" not in capsys.readouterr().out
-
-
 def test_live_ranks_can_be_stopped_while_a_background_cell_runs(
     live: Notebook, tmp_path: Path
 ) -> None:
@@ -640,29 +552,6 @@ def test_who_does_not_know_the_secret_is_not_let_in(first: object) -> None:
         there.receive()
     for end in (there, listener):
         end.close()
-
-
-COUNTER = """count = 0
-def add():
-    global count
-    count += 1
-    return count
-def set_up():
-    global parse, act
-    from json import loads as parse
-    act = lambda: 1
-"""
-
-
-def test_a_module_that_gets_a_function_in_the_notebook_keeps_its_state_in_ranks(
-    live: Notebook, folder: Path
-) -> None:
-    (folder / "own_counter.py").write_text(COUNTER)
-    live.run("import sys\nimport own_counter")
-    live.run("%%distributed\nown_counter.add()")
-    live.run("own_counter.set_up()\nown_counter.extra = lambda: 2")
-    live.run("%%distributed\nown_counter.add()")
-    assert live.value("nbtrain.last_run().results") == [2, 2]
 
 
 def test_a_module_that_does_not_load_in_the_ranks_is_tried_again(

@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 
-from nbtrain.engines import Exit
 from nbtrain.errors import LaunchError
-from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
 from nbtrain.parts.ray import limits
 from nbtrain.parts.ray.driver import Driver, Member
 from nbtrain.parts.ray.engine import DriverClient, RemoteRanks
 from nbtrain.parts.ray.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
 from nbtrain.parts.ray.reservation import Node, NodeRequest
 from nbtrain.planning.plan import Call, Plan
-from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.tracking.state import RankState, RunState
 from nbtrain.transport.file_sync import FileCopies, read_appended
 from nbtrain.transport.job import Job
 from nbtrain.transport.limits import CHUNK_BYTES
@@ -237,14 +233,6 @@ def test_ranks_that_are_being_started_can_be_ended(client: DriverClient, tmp_pat
     assert not client.is_awaited
 
 
-def test_a_start_that_is_refused_is_raised(client: DriverClient, tmp_path: Path) -> None:
-    job = job_of(2, tmp_path)
-    client.send(Driver.start, order(1))  # nothing is reserved
-    ranks = RemoteRanks(job, client, [])
-    with pytest.raises(LaunchError, match="not connected to a cluster"):
-        ranks.wait(30.0)
-
-
 def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     client: DriverClient, tmp_path: Path
 ) -> None:
@@ -259,22 +247,3 @@ def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), client, [])
     with pytest.raises(LaunchError, match="not connected to a cluster"):
         ranks.wait(30.0)
-
-
-def test_a_full_disk_here_is_reported_where_all_ranks_are_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "space", lambda _: host.Space(1 << 20, 0))
-    supervisor = Supervisor(
-        RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0), Plan(Call(print), "t")
-    )
-    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
-
-    def wait(_timeout: float) -> list[Exit]:
-        ranks.alive = set()
-        return [Exit(0, None, 1.0, "", "stopped")]
-
-    ranks.wait = wait
-    with Interrupts() as interrupts:
-        supervisor.watch(ranks, interrupts)
-    assert any("the disk is full" in note for note in supervisor.state.notes)

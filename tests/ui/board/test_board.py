@@ -192,29 +192,6 @@ def test_the_run_and_its_rows_have_bars_that_a_screen_reader_finds() -> None:
     assert all(each["aria-label"] for each in page.all("svg", role="img"))
 
 
-def test_columns_without_anything_are_left_out() -> None:
-    state = RunState("train()", "fork", (RankState(0), RankState(1)), created=100.0)
-    assert len(Page(html.render(state, 101.0)).all("th")) == 1
-    ahead = ev.Progress(150, 1, n=60, total=100, elapsed=40.0, description="batch")
-    headings = html.render(board(2, ahead), 160.0)
-    for heading in ("loss", "memory", "at"):
-        assert f">{heading}</th>" in headings
-    for heading in ("data wait", "rate"):  # the latter is that of the run
-        assert f">{heading}</th>" not in headings
-
-
-def test_of_many_ranks_those_to_look_at_have_a_row() -> None:
-    slow = ev.Progress(150, 30, n=2, total=100, elapsed=40.0, description="batch")
-    high = ev.Metrics(150, 31, 50, {"loss": 77.0})
-    broken = [ev.Ended(150, 32, "ValueError: here"), ev.Exited(150, 32, 1, "failed")]
-    page = Page(html.render(board(40, slow, high, *broken), 160.0))
-    for words in ("48 % behind", "ValueError: here", "39 running, 1 failed"):
-        assert words in page.text
-    assert len(page.all("tr")) == 1 + 2 + 1 + 1  # headings, the ranks apart, a reason, the others
-    assert "min 2.0 % · mean" in page.text
-    assert page.text.count("ValueError: here") == 1
-
-
 def test_code_in_notes_is_set_as_code() -> None:
     state = replace(board(2), findings=(Finding("", "use `num_workers=0` & <b>`x`"),))
     page = Page(html.render(state, 160.0))
@@ -351,21 +328,6 @@ def test_a_loss_that_is_no_number_is_counted_and_stands_out() -> None:
     assert "no finite value yet" in html.render(never, 160.0)
 
 
-def test_many_ranks_leave_room_for_all_charts() -> None:
-    """At 16 ranks, six of seven charts once gave way to 16 lines in the first."""
-    more = [
-        ev.Metrics(101 + s, r, s, {f"m{i}": math.sin(s * i + r) for i in range(3)})
-        for r in range(16)
-        for s in range(60)
-    ]
-    drawn = html.render(board(16, *more, steps=60), 600.0)
-    page = Page(drawn)
-    charts = [a["aria-label"] for a in page.all("svg", role="img") if " from " in a["aria-label"]]
-    assert len(charts) == 6
-    assert "more metric" not in page.text
-    assert len(drawn.encode()) <= 34_500
-
-
 def test_training_and_validation_of_a_metric_share_a_chart() -> None:
     page = page_of("plain-2")
     labels = [a["aria-label"] for a in page.all("svg", role="img")]
@@ -407,13 +369,6 @@ def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
     assert shown.count("ValueError: Expected input batch_size") == 1
     assert "ranks 0, 2–3: lost peers" in shown
     assert "Connection closed" not in shown
-
-
-def test_ranks_that_differ_have_a_row_and_the_reason() -> None:
-    page = page_of("slow-data")
-    assert len(page.all("tr")) == (1 + 3) + (1 + 2)  # ranks with a reason; epochs
-    assert "rank 3 waits for data 44 % of the time, the others 1 %" in page.text
-    assert len(page_of("ranks-16").all("tr")) == (1 + 1) + (1 + 2)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -525,12 +480,6 @@ def test_the_epochs_that_are_over_are_a_table_with_the_best_marked() -> None:
     assert re.search(r"epoch +mean loss +val_loss +accuracy +time +step", text)
     assert text.count("★ best") == 1
     assert epoch_rows.draw(board_states.fresh(2)) == ""
-
-
-def test_a_restart_is_marked_on_the_canvas() -> None:
-    page = page_of("restarted")
-    assert page.text.count("attempt 2") == 2  # the header, the canvas
-    assert drawn_at("restarted")[0].restarts == ((board_states.BEGAN + 25, 240),)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])

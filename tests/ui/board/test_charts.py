@@ -67,22 +67,6 @@ def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
     assert "#3" not in drawn(board_states.replace(state, previous=other))
 
 
-@pytest.mark.parametrize(
-    ("name", "times", "at"),
-    [("succeeded", 0.5, 0.5), ("succeeded", 2.0, 1.0), ("plain-2", 0.5, 0.5), ("plain-2", 2.0, 0)],
-)
-def test_runs_of_other_lengths_are_compared_where_both_have_been(
-    name: str, times: float, at: float
-) -> None:
-    """A run that is not over has the value that is shown."""
-    state, _ = board_states.drawn_at(name)
-    strong = smooth(state.curves.all["loss"].band)
-    for factor, where in ((1.0, ""), (times, f" at step {at * strong[-1][0]:,.0f}" if at else "")):
-        points = tuple((factor * x, y / 2) for x, y in strong)
-        page = drawn(board_states.replace(state, previous=PreviousRun("train #3", "loss", points)))
-        assert re.findall(r"(?:higher|lower) than #3([^<]*?)(?: <br>|&nbsp;<)", page) == [where]
-
-
 def picture(name: str) -> charts.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
@@ -138,15 +122,6 @@ def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
     over = timeline.letters_by_step(rank, 200.0, 100)
     assert [i for i, letter in enumerate(over) if letter == "s"] in ([49, 50], [50], [49])
     assert set(over) == {"c", "s"}
-
-
-def test_the_steps_of_an_attempt_go_on_where_the_one_before_ended() -> None:
-    state, _ = board_states.drawn_at("restarted")
-    assert state.ranks[0].steps_before == 240
-    assert max(state.ranks[0].timeline.steps) == 360
-    assert state.curves.all["loss"].span[1] == 360
-    logged = ev.Metrics(board_states.BEGAN + 41, 0, 7, {"val_loss": 0.5}, at=110)
-    assert fold(state, [logged]).curves.all["val_loss"].span[1] == 350
 
 
 def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:

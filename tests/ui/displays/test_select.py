@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from nbtrain.system import host
-from nbtrain.tracking.state import RunState
-from nbtrain.ui import limits
 from nbtrain.ui.displays import select
-from nbtrain.ui.displays.html_display import Pace
 from nbtrain.ui.displays.widget_board import _VIEW
 from tests.support.kernel import Notebook, Outputs
 
@@ -89,75 +83,7 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
 
 
-CHOOSE = """%%distributed -n 2
-rank = int(os.environ["RANK"])
-for step in range(600):
-    nbtrain.log(step=step, loss=1 / (step + 1), accuracy=step / 600)
-    if step % 10 == 0: print(f"rank {rank} says {step}", flush=True)
-    time.sleep(0.1)
-"""
-
-
 LOSS, ACCURACY = 'aria-label="loss:', 'aria-label="accuracy:'
-
-
-@pytest.mark.slow
-def test_the_large_chart_and_the_log_are_of_what_is_chosen_in_the_menus(notebook: Notebook) -> None:
-    notebook.run("import os")
-    seen: list[str] = []
-
-    def menu(out: Outputs, name: str) -> tuple[str, dict[str, Any]]:
-        return next(m for m in out.models.items() if m[1].get("description") == f"{name}:")
-
-    def choose(out: Outputs, name: str, what: str) -> bool:
-        model, state = menu(out, name)
-        found: tuple[str, ...] = tuple(state["_options_labels"])
-        if what not in found:
-            return False
-        update = {"method": "update", "state": {"index": found.index(what)}, "buffer_paths": []}
-        notebook.send("comm_msg", {"comm_id": model, "data": update})
-        return True
-
-    def unfold(out: Outputs) -> bool:
-        assert not any(m.get("_model_name") == "DropdownModel" for m in out.models.values())
-        dots = next(i for i, m in out.models.items() if m.get("description") == "⋯")
-        update = {"method": "update", "state": {"value": True}, "buffer_paths": []}
-        notebook.send("comm_msg", {"comm_id": dots, "data": update})
-        return True
-
-    def has_menus(out: Outputs) -> bool:
-        every = {str(m.get("description", "")) for m in out.models.values()}
-        return {"chart:", "axis:", "log:"} <= every
-
-    steps = [
-        lambda out, board: unfold(out),
-        lambda out, board: has_menus(out) and choose(out, "chart", "accuracy"),
-        lambda out, board: board.index(ACCURACY) < board.index(LOSS),
-        lambda out, board: "· log" not in board and choose(out, "axis", "logarithmic"),
-        lambda out, board: "· log" in board and choose(out, "axis", "linear"),
-        lambda out, board: "· log" not in board,
-        lambda out, board: "rank 0 says" in board and choose(out, "log", "rank 1"),
-        lambda out, board: "rank 1 says" in board and "rank 0 says" not in board,
-        lambda out, board: choose(out, "log", "all ranks"),
-        lambda out, board: "rank 0 says" in board and "rank 1 says" in board,
-    ]
-
-    def look(out: Outputs) -> None:
-        board = "".join(str(m.get("value", "")) for m in out.models.values())
-        if LOSS not in board or ACCURACY not in board:
-            return
-        if steps and steps[0](out, board):
-            steps.pop(0)
-            seen.append(board)
-            if not steps:
-                notebook.click(out.button()[0])
-
-    out = notebook.run(CHOOSE, during=look)
-    assert out.ename == "KeyboardInterrupt", out
-    assert seen[0].index(LOSS) < seen[0].index(ACCURACY)
-    final = out.updates[-1]["text/html"]
-    assert final.index('alt="loss:') < final.index('alt="accuracy:')  # what stays is for everyone
-    _check_what_is_left(out)
 
 
 def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebook) -> None:
@@ -269,21 +195,6 @@ def test_a_page_that_is_reloaded_gets_the_widgets_while_the_cell_runs(notebook: 
     assert "interrupted" in out.widget("HTML")[1]["value"]
     _check_what_is_left(out)
     assert "interrupted" in out.updates[-1]["text/html"]
-
-
-def test_other_widgets_wait_until_the_cell_is_over(notebook: Notebook) -> None:
-    slider = "import ipywidgets\ns = ipywidgets.IntSlider(); seen = []"
-    notebook.run(f"{slider}\ns.observe(lambda c: seen.append(nbtrain.last_run().state.status))")
-    model = notebook.value("s.model_id")
-
-    def act(out: Outputs) -> None:
-        data = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
-        notebook.send("comm_msg", {"comm_id": model, "data": data})
-        notebook.click(out.button()[0])
-
-    assert notebook.run(WAITS, during=_once("ready", act)).ename == "KeyboardInterrupt"
-    assert notebook.value("s.value, set(seen)") == (7, {"interrupted"})
-    notebook.run("s.close(); s.layout.close(); s.style.close()")
 
 
 DAMAGES = {
@@ -432,30 +343,3 @@ def test_the_front_is_chosen_by_what_is_here(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(_Shell()) == "HtmlDisplay"
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda _name: None)
     assert chosen(_Shell()) == "HtmlDisplay"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Have so many processes run on each core."""
-
-    def set_load(per_core: float) -> None:
-        every = (per_core * (os.cpu_count() or 1),) * 3
-        monkeypatch.setattr(os, "getloadavg", lambda: every)
-        host._is_crowded.cache_clear()
-
-    set_load(0)
-    yield set_load
-    host._is_crowded.cache_clear()
-
-
-def test_where_ranks_need_all_cores_the_board_is_drawn_less_often(
-    load: Callable[[float], None],
-) -> None:
-    for per_core, interval in (
-        (0.2, limits.MIN_DRAW_INTERVAL_S),
-        (9.0, limits.MAX_DRAW_INTERVAL_S),
-    ):
-        load(per_core)
-        pace, state = Pace(), RunState("name", "fork", (), 0.0)
-        drawn = sum(pace.claim_drawing(replace(state), look / 10) for look in range(600))
-        assert drawn == pytest.approx(60 / interval, abs=2)

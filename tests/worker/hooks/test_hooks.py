@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
-from nbtrain.worker.hooks import guard, steps
+from nbtrain.worker.hooks import guard
 from nbtrain.worker.hooks.observer import listeners
 
 
@@ -92,27 +91,6 @@ def test_nothing_is_patched_that_nobody_asks_for() -> None:
     assert ("torch.serialization", "_save") in added
     assert not any(name in ("backward", "__next__", "__init__") for _, name in added)
     assert {(p.owner, p.name) for p in instrumentation.patches()} == before
-
-
-def test_an_optimizers_first_step_is_told_once_in_a_task() -> None:
-    told = Told()
-    optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.5) for _ in range(2)]
-    with instrumentation.scope():
-        hooks.add(told, "on_first_step")
-        hooks.begin_steps()
-        for optimizer in (*optimizers, *optimizers):
-            optimizer.step()
-        assert told.events == ["first step"] * 2
-        steps._known[id(optimizers[0])] = weakref.ref(Told())  # of a dead one that had its id
-        for optimizer in optimizers:
-            optimizer.step()
-        assert told.events == ["first step"] * 3
-        hooks.begin_steps()
-        optimizers[1].step()
-        assert told.events == ["first step"] * 4
-        hooks.drop(told, "on_first_step")
-        optimizers[0].step()
-    assert told.events == ["first step"] * 4
 
 
 def test_a_fault_in_one_observer_stops_that_one_alone(

@@ -128,18 +128,6 @@ def test_without_telemetry_nothing_of_a_training_is_reported() -> None:
     assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
 
 
-def test_a_training_that_goes_on_names_its_first_epoch_as_the_loop_does() -> None:
-    def resumed() -> None:
-        w, optimizer = one_weight()
-        for _epoch in range(2, 4):
-            for (x,) in DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=4):
-                (x @ w).sum().backward()
-                optimizer.step()
-
-    run = launch(resumed)
-    assert [e.epoch for e in events(run) if isinstance(e, ev.EpochEnd)] == [3, 4]
-
-
 def accelerated(log_with: Any = None) -> tuple[float, int]:
     from accelerate import Accelerator
 
@@ -155,35 +143,14 @@ def accelerated(log_with: Any = None) -> tuple[float, int]:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        metrics = {
-            "train/loss": loss,
-            "note": "fine",
-            "table": [1, 2],
-            "step": 3,
-            "self": 1.0,
-            7: 2,
-        }
+        metrics = {"train/loss": loss, "note": "fine", "table": [1, 2], "step": 3, 7: 2}
         accelerator.log(metrics, step=step)
     accelerator.end_training()
     return loss.item(), step + 1
 
 
-@pytest.mark.parametrize("tracker", ["nbtrain", "another"])
-def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_logs(
-    tracker: str,
-) -> None:
-    def train() -> tuple[float, int]:
-        from accelerate.tracking import GeneralTracker
-
-        class Another(GeneralTracker):
-            name, requires_logging_directory, tracker = "another", False, None
-
-            def log(self, values: Any, step: int | None = None, **_: Any) -> None:
-                pass
-
-        return accelerated("nbtrain" if tracker == "nbtrain" else Another())
-
-    run = launch(train, n=2)
+def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_logs() -> None:
+    run = launch(lambda: accelerated("nbtrain"), n=2)
     for rank in (0, 1):
         told, (loss, batches) = last(run, rank), run.results[rank]
         assert told.loss == pytest.approx(loss)  # not divided by the steps of the accumulation
@@ -192,10 +159,10 @@ def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_log
     found = [e for e in events(run) if isinstance(e, ev.Metrics)]
     assert [e.step for e in found] == list(range(6))
     assert found[-1].values.pop("train/loss") == pytest.approx(run.value[0])  # type: ignore[attr-defined]
-    assert found[-1].values == {"note": "fine", "step": 3, "self": 1.0, "7": 2}
+    assert found[-1].values == {"note": "fine", "step": 3, "7": 2}
     # Accelerate makes trackers on the main process only.
     assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))
-    assert ("configuration: lr=0.1" in run.logs(0)) is (tracker == "nbtrain")
+    assert "configuration: lr=0.1" in run.logs(0)
 
 
 def test_transformers_trainer_reports_its_logs_and_shows_its_bar() -> None:
@@ -306,21 +273,6 @@ def test_nothing_of_the_training_is_kept_alive() -> None:
         return [ref() is None for ref in refs]
 
     assert launch(train).value == [True] * 4
-
-
-def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end() -> None:
-    def train() -> None:
-        from tqdm import tqdm
-
-        with tqdm(total=20_000) as bar:
-            for i in range(20_000):
-                bar.update()
-                bar.set_postfix(i=i)
-
-    run = launch(train)
-    told = [e for e in events(run) if isinstance(e, ev.Progress)]
-    assert (told[-1].n, told[-1].closed) == (20_000, True)
-    assert len(told) < 20 + 20 * run.state.elapsed(0)
 
 
 def test_optimizers_that_take_turns_have_a_curve_each() -> None:
