@@ -66,25 +66,6 @@ def test_an_event_of_wrong_types_is_passed_over(kind: str, fields: dict[str, obj
     assert ev.from_line(json.dumps({**record, **fields}).encode()) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "decoded"),
-    [
-        ("training", {"loss": math.nan, "lr": math.nan}, {"loss": math.nan, "lr": None}),
-        ("training", {"loss": 10**400, "samples": 10**17}, {"loss": None, "samples": None}),
-        ("group", {"members": [0, "x", 2]}, {"members": (0, 2)}),
-        ("host", {"gpus": [[0, "A", 1, 2, None], 7, [1, "B"]]}, {"gpus": ((0, "A", 1, 2, None),)}),
-        ("metrics", {"values": {"a": 1, "b": True, "c": [1]}}, {"values": {"a": 1, "b": True}}),
-        *(("metrics", {"step": step}, {"step": None}) for step in ("x", [1], 1.5, True, 10**400)),
-        ("started", {"pid": 5, "a field of a later version": "red"}, {"pid": 5}),
-    ],
-)
-def test_members_and_values_have_the_types_they_are_declared_with(
-    kind: str, given: dict[str, object], decoded: dict[str, object]
-) -> None:
-    event = ev.from_line(json.dumps({"kind": kind, "time": 1.0, "rank": 0, **given}).encode())
-    assert repr(event) == repr(ev.KINDS[kind](1.0, 0, **decoded))  # type: ignore[arg-type]
-
-
 def test_a_tail_returns_whole_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "f"
     tail = Tail(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -80,13 +79,6 @@ def test_a_failure_and_signals_are_logged_and_no_argument_and_no_value_of_the_en
     for part in ("TOKEN", *logged):
         assert part in text, part
     assert SECRET not in text
-
-
-def test_a_run_in_the_background_has_the_log_of_both_processes() -> None:
-    run = nbtrain.launch(lambda: print("x"), num_processes=1, background=True, view="none").wait()
-    text = log_of(run)
-    assert re.search(r"process \d+ watches the run", text)
-    assert "the run succeeded after " in text
 
 
 def test_a_record_is_one_line_and_what_processes_print_is_none(tmp_path: Path) -> None:

@@ -51,16 +51,6 @@ def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root
     assert sorted(run_root.joinpath("runs").iterdir()) == sorted(paths(*new))
 
 
-def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile() -> None:
-    count = limits.MAX_RUNS_WITH_WEIGHTS + 1
-    long, *short = with_weights(
-        [made(at=1e9, lasts=100.0), *(made(at=1e9 + n) for n in range(1, count + 1))]
-    )
-    pruning.prune(keep=count)
-    assert kept() == paths(long, *short[1:])
-    assert [run.weights.exists() for run in (long, *short[1:])] == [True, False, True, True]
-
-
 def test_weights_that_nobody_took_yet_do_not_go_for_those_of_later_runs() -> None:
     """A run in the background ended, and others are run in other notebooks before `run.wait()`."""
     count = limits.MAX_RUNS_WITH_WEIGHTS + 1
@@ -89,14 +79,6 @@ def test_a_run_that_a_process_needs_stays_with_its_weights_until_that_is_said() 
     mark.release()
     pruning.prune(keep=1)
     assert not run.path.exists()
-
-
-def test_a_mark_ends_with_its_holder() -> None:
-    run = made()
-    mark = pruning.Mark(run)
-    assert pruning.is_in_use(run)
-    del mark
-    assert not pruning.is_in_use(run)
 
 
 def test_a_mark_ends_with_its_process_and_not_with_its_forks() -> None:

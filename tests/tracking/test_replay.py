@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import random
-import re
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -143,30 +142,6 @@ def test_a_lost_run_ended_when_something_was_last_written() -> None:
     assert replay.read_state(folder).ended == 1060
     os.utime(folder.log(1), (9e9, 9e9))  # of a clock that goes wrong
     assert 1e9 < (replay.read_state(folder).ended or 0) <= time.time()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_processes": "two"}, r"run\.json: num_processes is 'two'"),
-        ({"num_processes": 10**9}, "num_processes"),
-        ({"num_processes": True}, "num_processes"),
-        ({"created": "now"}, "created is 'now'"),
-        ({"created": math.nan}, "created"),
-        ({"format": 2}, r"run\.json has format 2.*newer"),
-        ({"format": "new"}, "format 'new'"),
-    ],
-)
-def test_a_damaged_manifest_says_what_is_wrong_in_the_list_too(
-    change: dict[str, Any], words: str
-) -> None:
-    folder = written({})
-    folder.manifest.write_text(json.dumps({**MANIFEST, **change}))
-    with pytest.raises(NbtrainError, match=words):
-        Run.open(folder.path)
-    (info,) = catalog.run_infos()
-    assert (info.name, info.status) == (folder.path.name, "unreadable")
-    assert re.search(words, info.outcome)
 
 
 def test_a_file_that_is_none_is_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -15,8 +14,6 @@ from nbtrain.tracking.state import ProgressBar, RunState
 from nbtrain.ui import eta, rank_texts, run_texts, text_summary
 from nbtrain.ui.board import board, log_panel, theme
 from tests.support.runs import picture
-
-GIB = 1 << 30
 
 
 def test_a_run_goes_through_its_states() -> None:
@@ -136,15 +133,6 @@ def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
     assert lines.ranks[0].error == "ValueError: 1 2\nthree"
 
 
-def test_nested_bars_are_worded_from_the_outside_in() -> None:
-    bars = [
-        ev.Progress(1, 0, bar=0, n=2, total=3, elapsed=11, description="epoch"),
-        ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
-    ]
-    rank = fold(picture(), bars).ranks[0]
-    assert rank_texts.position(rank) == "epoch: 3/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
-
-
 def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
     echo = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
     gone = [ev.Ended(1, 0, echo), ev.Exited(1, 0, 1, "failed")]
@@ -201,27 +189,6 @@ def test_a_running_rank_says_what_it_is_busy_with() -> None:
     assert "saving" in board.render(state, 3.0)
     assert rank_texts.badge(fold(state, [ev.Phase(3, 0, "")]).ranks[0]) == "running"
     assert rank_texts.badge(fold(state, [ev.Exited(3, 0, 0, "done")]).ranks[0]) == "done"
-
-
-def test_devices_and_memory_are_worded() -> None:
-    gpus = tuple((i, "NVIDIA H200", 60 << 30, 141 << 30, 90.0 + i) for i in range(2))
-    state = fold(
-        replace(picture(), device="cuda"),
-        [
-            ev.Host(1, -1, int(41.2 * GIB), 64 * GIB, "cgroup", gpus),
-            *(ev.Resources(1, r, 1.0, 10**9, r, int(23.4 * GIB)) for r in range(2)),
-        ],
-    )
-    assert "2 × NVIDIA H200" in run_texts.facts(state, 2.0)
-    assert rank_texts.memory_use(state.ranks[1]) == "GPU 1 · 23.4 GiB"
-    assert run_texts.lines(state)[0] == (
-        "memory 41.2 of 64.0 GiB (cgroup) · fullest GPU 60.0 of 141 GiB · 90–91 % busy"
-    )
-    on_cpu = fold(picture(), [ev.Resources(1, 0, 0.98, 850 << 20)])
-    assert rank_texts.memory_use(on_cpu.ranks[0]) == "850 MiB"
-    assert rank_texts.cpu(on_cpu.ranks[0]) == "98 %"
-    assert rank_texts.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
-    assert ">GPU 0 · 23.4 GiB<" in board.render(state, 2.0)
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:

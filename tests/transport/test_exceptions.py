@@ -14,7 +14,6 @@ import pytest
 
 from nbtrain import errors
 from nbtrain.hangs.failures import Failure, describe_returncode, find_cause, to_exception
-from nbtrain.system import source_files
 from nbtrain.transport import exceptions, result_pickler
 
 
@@ -82,18 +81,6 @@ def test_the_traceback_names_the_users_lines() -> None:
     assert [e.name for e in entries] == ["raised", "outer", "inner"]
     assert entries[-1].line == 'raise ValueError("x")'
     assert entries[-2].line == "inner()"
-
-
-def test_only_the_users_frames_and_the_last_are_kept() -> None:
-    def make(*names: str) -> list[exceptions.TracebackFrame]:
-        return [exceptions.TracebackFrame(name, 1, "f", 1, 1) for name in names]
-
-    own = source_files.RANK_BODY[0]
-    lib = "/x/site-packages/torch/nn/module.py"
-    frames = make(own, "cell", lib, "user.py", lib, lib)
-    kept = [f.filename for f in exceptions.user_frames(frames)]
-    assert kept == ["cell", "user.py", lib]
-    assert [f.filename for f in exceptions.user_frames(make(own, lib, lib))] == [lib, lib]
 
 
 def test_a_class_missing_here_is_told_by_a_stand_in() -> None:

@@ -100,31 +100,6 @@ def test_values_keep_their_order_and_the_last_are_waited_for(cuda: Cuda) -> None
     assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
 
 
-def test_threads_that_log_at_once_lose_nothing_and_may_log_when_told(cuda: Cuda) -> None:
-    values, got, again = ScalarReader(), [], []
-
-    def then(read: dict[str, Any]) -> None:
-        got.append(read["a"])
-        values.submit({"b": cuda.scalar(read["a"])}, lambda more: again.append(more["b"]))
-
-    def log(thread: int) -> None:
-        for i in range(200):
-            values.submit({"a": cuda.scalar(1000.0 * thread + i)}, then)
-            values.deliver()
-
-    threads = [threading.Thread(target=log, args=(i,), daemon=True) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    values.deliver(at_least=limits.MAX_PENDING_SCALARS)
-    assert len(got) == len(set(got)) == len(again) == 1600
-    for thread in range(8):
-        own = [value for value in got if value // 1000 == thread]
-        assert own == sorted(own)
-
-
 def test_while_another_thread_records_a_graph_cuda_is_asked_for_nothing(cuda: Cuda) -> None:
     values, got = ScalarReader(), []
     cuda.done = set()

@@ -248,16 +248,3 @@ def test_a_variable_may_be_called_rank_and_an_output_may_be_huge(notebook: Noteb
     assert "`interact` does not work here" in text
     assert len(text) < 3_000_000
     assert notebook.value("nbtrain.last_run().value") == 7
-
-
-def test_a_worker_of_a_loader_has_no_debugger(notebook: Notebook) -> None:
-    cell = (
-        "from torch.utils.data import DataLoader\n"
-        "class Data(list):\n"
-        "    def __getitem__(self, i):\n"
-        "        breakpoint()\n"
-        "        return i\n"
-        "list(DataLoader(Data(range(4)), num_workers=1))"
-    )
-    out = notebook.run(f"%%distributed -n 1\n{cell}")
-    assert "not in a process that it has started" in out.evalue

@@ -240,17 +240,6 @@ def test_the_command_writes_the_chosen_cell_and_replaces_only_its_own(
     assert cli.main(["export", str(tmp_path / "bad.ipynb")]) == 1
 
 
-@pytest.mark.parametrize(
-    "cell",
-    ["lr = 2; del lr", "if False: lr = 3", "try: lr = f()\nexcept NameError as lr: pass"],
-)
-def test_a_parameter_keeps_its_default_where_no_cell_is_certain_to_make_its_value(
-    tmp_path: Path, cell: str
-) -> None:
-    script = _script(tmp_path, f"y = 1\n{cell}", "%%distributed\ndef train(y, lr=0.1): pass")
-    assert script.endswith("    train(y=y)\n")
-
-
 def test_no_way_to_write_a_secret_gets_it_into_a_script(tmp_path: Path) -> None:
     cells = (
         "password: str = 'hunter2'\nraw = r'hf_hunter2hunter2hunter2xx'",

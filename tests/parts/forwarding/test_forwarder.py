@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from nbtrain.parts.forwarding import forwarder
 from nbtrain.parts.forwarding.forwarder import Forwarder
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RunState
 from tests.support.runs import picture
 
@@ -121,18 +118,3 @@ def test_who_presses_stop_at_the_end_waits_no_longer(
         ev.Finished(2.0, -1, "succeeded"), iter([False, True]).__next__
     )
     assert isinstance(note, ev.RunNote)
-
-
-def test_a_launcher_that_hangs_up_without_a_word_has_lost_the_run(
-    tmp_path: Path, ends: tuple[socket.socket, socket.socket]
-) -> None:
-    ours, other = ends
-    ours.close()
-    folder = RunFolder(tmp_path / "deleted")  # its launcher may live or not: nobody can know
-    followed: queue.SimpleQueue[RunState] = queue.SimpleQueue()
-
-    def follow() -> None:
-        followed.put(forwarder._follow(folder, picture(), other, []))
-
-    threading.Thread(target=follow, daemon=True).start()
-    assert followed.get(timeout=30).status == "lost"

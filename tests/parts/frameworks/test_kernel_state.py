@@ -155,30 +155,6 @@ def ranks(kernel: Notebook, options: str, use: str) -> tuple[str, object, list[s
     return engine, value, [code for code in codes if code != "lone-framework"]
 
 
-def test_the_place_is_named_whoever_computes_and_whenever_nbtrain_was_loaded(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    needs("jax")
-    use = "%%distributed -n 2 -e fork --view none\njax.devices()"
-    early = "import jax, threading\njax.devices()"
-    thread = (
-        "import asyncio, jax\nasync def later():\n    await asyncio.sleep(0)\n    jax.devices()\n"
-        "task = asyncio.get_running_loop().create_task(later())"
-    )
-    for cells, place in (
-        ((early, "%load_ext nbtrain"), "(before nbtrain was loaded)"),
-        (("%load_ext nbtrain", thread, "task.done()"), "(code that ran between two cells)"),
-    ):
-        kernel = start_kernel()
-        for cell in cells:
-            out = kernel.run(cell)
-            assert not out.ename, out.traceback
-            assert "initialised" not in out.stdout
-        out = kernel.run(use)
-        assert out.ename == "PreflightError"
-        assert place in out.evalue
-
-
 WITHOUT = """
 import sys, nbtrain
 

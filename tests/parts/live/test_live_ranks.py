@@ -554,28 +554,6 @@ def test_who_does_not_know_the_secret_is_not_let_in(first: object) -> None:
         end.close()
 
 
-def test_a_module_that_does_not_load_in_the_ranks_is_tried_again(
-    live: Notebook, folder: Path
-) -> None:
-    """Not once: after the error, the ranks would go on with the old code."""
-    file = folder / "other_module.py"
-    file.write_text("def f():\n    return 1\n")
-    live.run("import importlib, os, sys")
-    live.run("sys.dont_write_bytecode = True\nimport other_module")
-    see = "%%distributed\nother_module.f()"
-    live.run(see)
-    raises = "import nbtrain\nassert not os.environ.get('BREAKS')\n"
-    file.write_text(f"import os\n{raises}def f():\n    return 2\n")
-    live.run("%%distributed\nos.environ['BREAKS'] = 'yes'")
-    live.run("importlib.reload(other_module)")
-    for _ in range(2):
-        assert live.run(see).ename
-    file.write_text("def f():\n    return 33\n")
-    live.run("importlib.reload(other_module)")
-    assert not live.run(see).ename
-    assert live.value("nbtrain.last_run().results") == [33, 33]
-
-
 MODULE = """X = {0}
 def f():
     return {0}

@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
 import nbtrain
-from nbtrain.engines import rendezvous
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.planning.plan import Call, Plan
 from nbtrain.planning.world import Placement
@@ -187,24 +184,6 @@ def _as_node(node: int, port: int, ranks: int = 1, seconds: float = 1) -> Any:
 def test_a_node_that_does_not_come_is_waited_for_so_long(node: int, words: str) -> None:
     with pytest.raises(LaunchError, match=f"node {node} of 2 waited 1 s for the others: {words}"):
         _as_node(node, free_port())
-
-
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"1": "2 nodes of 1 rank, run"}, "another run has the node_rank 1"),
-        ({"0": "3 nodes of 1 rank, run"}, "node 1 of 2 has other numbers than node 0"),
-    ],
-)
-def test_what_others_wrote_into_the_store_is_named(entries: dict[str, str], words: str) -> None:
-    listener = rendezvous.bind(None)
-    host, port = listener.getsockname()
-    with closing(rendezvous.StoreProcess(listener)):
-        store = TCPStore(host, port, timeout=timedelta(seconds=30), wait_for_workers=False)
-        for node, entry in entries.items():
-            store.set(f"nbtrain/node-{node}", entry)
-        with pytest.raises(LaunchError, match=words):
-            _as_node(1, port)
 
 
 def test_a_port_that_is_taken_on_node_0_is_refused() -> None:

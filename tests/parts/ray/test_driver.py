@@ -110,20 +110,6 @@ class Failed(Lost):
     """What was asked of a node raised there."""
 
 
-class Away(Lost):
-    pass
-
-
-class Raising:
-    def __init__(self, *errors: Exception) -> None:
-        self.call, self.errors, self.calls = self, list(errors), list[tuple[Any, ...]]()
-
-    async def remote(self, *call: Any) -> Any:
-        self.calls.append(call)
-        if self.errors:
-            raise self.errors.pop(0)
-
-
 class Cluster:
     """A driver, and a member of its run that copies from `there` to `here`."""
 
@@ -135,7 +121,7 @@ class Cluster:
         self.driver = Driver(driver_end)
         self.driver._ray = SimpleNamespace(
             exceptions=SimpleNamespace(
-                RayError=Lost, RayTaskError=Failed, ActorUnavailableError=Away, NodeDiedError=Lost
+                RayError=Lost, RayTaskError=Failed, ActorUnavailableError=Lost, NodeDiedError=Lost
             )
         )
         order: Any = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(self.here)))
@@ -190,25 +176,6 @@ def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
     for path in (folder.result(1), folder.out(1), folder.out(0)):
         path.touch()
     assert folder.list_result_files(1) == ["rank-0001.result", "rank-0001.out"]
-
-
-def test_a_signal_gets_through_a_cut_of_the_link(cluster: Cluster) -> None:
-    cluster.driver._members = [cluster.member]
-    cluster.member.actor = actor = Raising(Away())
-
-    async def signal() -> None:
-        await cluster.driver.signal(frozenset({1}), "kill")
-        await asyncio.wait_for(asyncio.gather(*cluster.driver._tasks), 30)
-
-    asyncio.run(signal())
-    assert actor.calls == [(NodeRanks.signal, frozenset({1}), "kill")] * 2
-
-
-def test_the_error_of_a_node_that_cannot_begin_names_it(cluster: Cluster) -> None:
-    cluster.driver._members = [cluster.member]
-    raising = Raising(ValueError("no room"))
-    with pytest.raises(LaunchError, match="on n: ValueError: no room"):
-        asyncio.run(cluster.driver._on_all(lambda _: raising.remote()))
 
 
 def order(attempt: int) -> NodeOrder:

@@ -24,9 +24,7 @@ from nbtrain.parts.ray.reservation import (
     cluster_address,
     describe_amounts,
     describe_shortage,
-    describe_wait,
     nodes_with_room,
-    unique_names,
 )
 from nbtrain.planning.plan import Call, Plan
 
@@ -49,22 +47,6 @@ def test_nodes_fit_by_what_is_free() -> None:
     assert nodes_with_room(every, bundle(1, {"unicorn": 1.0})) == []
     tenths = Node("ddd", "tenths", "", {}, {"CPU": 0.3})
     assert nodes_with_room([tenths], bundle(3, {"CPU": 0.1})) == [tenths]
-
-
-def test_names_are_hosts_and_differ() -> None:
-    assert unique_names([("abcdefgh", "one"), ("12345678", "two")]) == {
-        "abcdefgh": "one",
-        "12345678": "two",
-    }
-    assert unique_names([("abcdefgh", "one"), ("12345678", "one")]) == {
-        "abcdefgh": "one/abcdef",
-        "12345678": "one/123456",
-    }
-
-
-def test_the_text_of_a_wait_says_how_many_have_room() -> None:
-    text = describe_wait(1, 4, {"GPU": 8.0}, 8)
-    assert text == "waiting for 4 nodes with 8 GPU free (for 8 ranks each): 1 so far"
 
 
 def test_a_shortage_names_every_node_and_what_it_has() -> None:

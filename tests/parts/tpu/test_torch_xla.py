@@ -116,31 +116,6 @@ def test_an_interrupt_ends_ranks_that_wait_in_a_collective(kernel: Notebook) -> 
     still_fit(kernel)
 
 
-def test_an_interrupt_ends_ranks_that_wait_to_join(
-    start_tpu_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_tpu_kernel(2)
-    kernel.run(
-        "join = plugin.PretendedTpu.configure_multiprocess\n"
-        "def late(self, rank, size):\n"
-        "    if rank: time.sleep(60)\n"
-        "    join(self, rank, size)\n"
-        "plugin.PretendedTpu.configure_multiprocess = late\n"
-        "def press():\n"
-        "    global pressed\n"
-        "    while not (nbtrain.last_run() and nbtrain.last_run().state.ranks[0].phase):\n"
-        "        time.sleep(0.01)\n"
-        "    pressed = time.time(); os.kill(os.getpid(), signal.SIGINT)\n"
-        "import threading; threading.Thread(target=press).start()"
-    )
-    out = kernel.run("%distributed 1")
-    assert "still starting" in kernel.value(
-        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
-    )
-    assert out.ename == "KeyboardInterrupt"
-    assert ranks_of(kernel) == []
-
-
 def test_two_devices_of_a_process_are_driven_by_threads_with_equal_models_of_their_own(
     start_tpu_kernel: Callable[..., Notebook],
 ) -> None:

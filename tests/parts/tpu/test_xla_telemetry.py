@@ -109,35 +109,3 @@ def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> 
     assert kernel.value("phases[:4]") == ["joining", "", "compiling", ""]
     assert kernel.value("run.state.ranks[0].phase") == ""
     assert f"compiled {programs} in " in out.board
-
-
-def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -> None:
-    """torch_xla counts that it began, and never that it raised."""
-    out = kernel.run(
-        "%%distributed -n 1\n"
-        "import torch_xla, torch_xla.core.xla_builder as xb\n"
-        "from nbtrain.parts.tpu import xla\n"
-        "from nbtrain.worker import rank_sides\n"
-        "meter = rank_sides._side('tpu.rank_side:XlaRank').compilation\n"
-        "two = [xb.Shape.create('f32', [4])] * 2\n"
-        "adds = xb.create_computation('adds', lambda a, b: a + b, two)\n"
-        "def plus(number):\n"
-        "    (torch.ones(4, device='xla') + number).cpu()\n"
-        "    meter.look()\n"
-        "    return meter._is_reported\n"
-        "found = [plus(1)]\n"
-        "try:\n"
-        "    (lost,) = torch_xla._XLAC._xla_user_computation(\n"
-        "        'xla::odd', [torch.ones(4, device='xla')], adds)\n"
-        "    lost.cpu()\n"
-        "except RuntimeError as error:\n"
-        "    del lost\n"
-        "    found.append('arity' in str(error))\n"
-        "meter.look()\n"
-        "found += [meter._is_reported, plus(1), plus(1), plus(torch.pi), plus(1)]\n"
-        "counts = xla.compilations()\n"
-        "[*found, counts.begun - counts.done]"
-    )
-    assert not out.ename, out.traceback
-    value = kernel.value("nbtrain.last_run().value")
-    assert value == [False, True, True, False, False, False, False, 1]

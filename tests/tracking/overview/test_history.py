@@ -122,21 +122,3 @@ def test_without_pandas_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(MissingExtra, match=r'pip install "nbtrain\[history\]"') as raised:
         _ = run.history
     assert isinstance(raised.value, ImportError)
-
-
-def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
-    run = logging_run(2)
-    with (run.folder / "rank-0001.jsonl").open("a") as file:
-        for line in (
-            '{"kind":"metrics","time":1,"rank":1,"step":"x","values":{"loss":[1]}}',
-            '{"kind":"metrics","time":1,"rank":1,"step":1e3,"values":[1]}',
-            f'{{"kind":"metrics","time":1,"rank":1,"step":1{"0" * 99},"values":{{"loss":NaN}}}}',
-            '{"kind":"training","time":1,"rank":1,"steps":"x","elapsed":null,"lr":0.5}',
-            '{"kind":"training","time":2,"rank":1,"steps":4,"elapsed":2.0,"lr":0.5}',
-            "broken",
-        ):
-            file.write(line + "\n")
-    history = run.history
-    assert len(history) == 2 * 3 + 3
-    assert list(history["lr"].dropna()) == [0.5]
-    assert nbtrain.Run.open(run.folder)._repr_html_()

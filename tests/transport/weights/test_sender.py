@@ -239,41 +239,6 @@ def test_a_tensor_parallel_model_comes_home_whole() -> None:
     assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
-def _in_stages(model: Any) -> Any:
-    from torch.distributed.pipelining import PipelineStage
-
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    part = model[:1] if rank == 0 else model[1:]
-    PipelineStage(part, rank, 2, torch.device("cpu"))
-    fill(part, rank + 1.0)
-    return part.state_dict()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_pipelined_model_stays_as_it_was_and_its_stages_can_be_returned() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), copied(model)
-
-    def train(model: Any, optimizer: Any, fails: bool = False) -> Any:
-        stage = _in_stages(model)
-        if fails:
-            raise ZeroDivisionError
-        return stage
-
-    reason = "was not updated: its layers were trained in pipeline stages, so no rank has all"
-    with pytest.warns(UserWarning, match=reason) as warned:
-        done = run(train, model, optimizer, out="optimizer")
-    assert sorted(str(w.message).partition(" ")[0] for w in warned) == ["model", "optimizer"]
-    assert equals(model, before)
-    for layers, stage in zip((model[:1], model[1:]), done.results, strict=True):
-        layers.load_state_dict(stage)
-    assert [layer.weight[0, 0].item() for layer in model] == [1, 2]  # type: ignore[index,operator]
-    with pytest.raises(ZeroDivisionError):
-        run(train, model, optimizer, fails=True)
-    assert not RunFiles(nbtrain.last_run()).weights()  # type: ignore[arg-type]
-
-
 def test_an_attempt_that_failed_leaves_nothing_to_load() -> None:
     def train(model: Any) -> None:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -533,26 +498,6 @@ def test_memory_that_the_ranks_share_is_not_copied_over_what_they_trained(
     assert (model.embed.weight == 4).all()
     assert (model.norm.weight == (4 if model.norm.weight.is_shared() else 3)).all()
     assert not [w for w in recwarn if "not updated" in str(w.message)]
-
-
-def test_what_a_run_did_not_change_and_the_notebook_did_is_named() -> None:
-    def train(model: Any) -> None:
-        model.norm.bias.data.fill_(3)
-
-    model = Net()
-    fill(model, 1)
-    done = run(train, model, background=True)
-    fill(model, 2)
-    with pytest.warns(UserWarning, match="model was not updated: the notebook changed it"):
-        done.wait()
-    with pytest.raises(NbtrainError, match=r"did not change in the run, so it was not saved"):
-        done.load(model)
-    assert (model.norm.bias == 2).all()
-    again = Net()
-    fill(again, 1)
-    done.load(again, "model")
-    assert (again.norm.bias == 3).all()
-    assert (again.embed.weight == 1).all()
 
 
 found: Any = "before"

@@ -125,33 +125,6 @@ def test_it_leaves_no_descriptor(path: Path) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The checksums that were computed."""
-    computed = list[str]()
-    original = state_io.checksum
-
-    def counting(tensor: torch.Tensor) -> str:
-        computed.append(original(tensor))
-        return computed[-1]
-
-    monkeypatch.setattr(state_io, "checksum", counting)
-    return computed
-
-
-def test_what_nobody_has_touched_since_the_rank_wrote_it_is_not_read_twice(
-    path: Path, checks: list[str]
-) -> None:
-    if not (written := stamp(path)):
-        pytest.skip("this host does not say since when it runs")
-    with WeightReader(path, written) as file:
-        file.check()
-    assert not checks
-    with WeightReader(path) as file:  # nobody says how it was
-        file.check()
-    assert len(checks) == 2
-
-
 @pytest.mark.parametrize("way", ["write", "map"])
 def test_what_somebody_has_touched_is_checked(path: Path, way: str) -> None:
     written, times = stamp(path), path.stat()

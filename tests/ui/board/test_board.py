@@ -234,16 +234,6 @@ def test_axes_are_as_they_were_chosen() -> None:
     assert drawn[None] == drawn[False]
 
 
-def test_further_metrics_can_be_unfolded_once_the_run_is_over() -> None:
-    said = {f"metric {i}": float(i) for i in range(15)}
-    state = board(2, *(ev.Metrics(150, r, s, said) for r in range(2) for s in range(3)))
-    live, kept = Page(html.render(state, 160.0)), Page(html.render(over(state), 160.0))
-    assert "12 more metrics in run.history" in live.text
-    assert "12 more charts" in kept.text
-    assert "run.history" not in kept.text
-    assert len(kept.all("img")) == len(live.all("svg", role="img")) + 12 + 1  # and the card
-
-
 def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
     start = RunState("train()", "fork", tuple(RankState(r) for r in range(3)), created=100.0)
     said = [

@@ -109,23 +109,6 @@ def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebo
     _check_what_is_left(out)
 
 
-def test_a_click_on_the_button_of_an_older_run_is_harmless(notebook: Notebook) -> None:
-    buttons: list[str] = []
-
-    def keep(out: Outputs) -> None:
-        buttons.append(out.button()[0])
-
-    notebook.run("%%distributed -n 1\nprint('ready')\ntime.sleep(0.5)", during=_once("ready", keep))
-    (old,) = buttons
-    notebook.click(old)
-    out = notebook.run(
-        "%%distributed -n 1\nprint('ready')\ntime.sleep(0.5)\n7",
-        during=_once("ready", lambda _: notebook.click(old) and None),
-    )
-    assert out.ename == "", out.traceback
-    assert notebook.value("nbtrain.last_run().value") == 7
-
-
 def test_what_waits_behind_the_cell_is_done_after_it_once_and_in_order(notebook: Notebook) -> None:
     notebook.run("seen = []")
     requests: list[str] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -187,48 +185,6 @@ def test_a_loader_that_feeds_another_is_neither_waited_for_nor_counted_twice() -
     found = last(launch(train))
     assert (found.samples, found.batch) == (4, 2)
     assert 0.35 < found.waited <= found.elapsed
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_only_the_thread_that_trains_waits(ahead: bool) -> None:
-    def train() -> float:
-        class Slow(Dataset[Any]):
-            def __len__(self) -> int:
-                return 8
-
-            def __getitem__(self, index: int) -> Any:
-                time.sleep(0.05)
-                return torch.ones(3)
-
-        w, optimizer = one_weight()
-        batches: queue.Queue[Any] = queue.Queue()
-
-        def step(x: Any) -> None:
-            (w * x).sum().backward()
-            optimizer.step()
-
-        def read_ahead() -> None:
-            for batch in DataLoader(Slow(), batch_size=1):
-                batches.put(batch)
-            batches.put(None)
-
-        def work() -> None:
-            for batch in DataLoader(Slow(), batch_size=1):
-                step(batch)
-
-        thread = threading.Thread(target=read_ahead if ahead else work)
-        thread.start()
-        for batch in iter(batches.get, None) if ahead else ():
-            step(batch)
-        thread.join()
-        return w.sum().item()
-
-    found = last(launch(train))
-    assert (found.steps, found.batch, found.samples) == (8, 8, 8)
-    if ahead:
-        assert found.waited == 0.0
-    else:  # it trains itself: known from its first step on
-        assert found.waited > 6 * 0.05
 
 
 def trains_on(size: int, drop_last: bool) -> None:

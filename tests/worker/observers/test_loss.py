@@ -182,33 +182,6 @@ def test_the_loss_of_a_library_is_the_one_before_it_scales_it(
     check(loop, expected)
 
 
-def test_a_library_within_a_library_tells_one_loss() -> None:
-    from nbtrain.system import instrumentation
-    from nbtrain.worker import hooks
-    from nbtrain.worker.device_scalars import ScalarReader
-    from nbtrain.worker.hooks import losses
-    from nbtrain.worker.observers.loss import LossMeter
-
-    class Engine:  # DeepSpeed's, which scales the loss and goes backward itself
-        def backward(self, loss: Any, **_: Any) -> None:
-            assert losses._is_paused
-
-    class Accelerator:
-        def backward(self, loss: Any) -> None:
-            Engine().backward(loss / 2, scale_wrt_gas=False)
-            assert losses._is_paused
-
-    meter = LossMeter(ScalarReader(), lambda *_: None, lambda _: None)
-    with instrumentation.scope():
-        hooks.add(meter)
-        for cls in (Engine, Accelerator):
-            instrumentation.patch(cls, "backward", losses.library_backward)
-        Accelerator().backward(torch.tensor(8.0))
-        assert (meter.take(), meter.take(), losses._is_paused) == (8.0, None, False)
-        Engine().backward(torch.tensor(2.0))
-        assert meter.take() == 2.0
-
-
 # Losses that are not finite
 
 

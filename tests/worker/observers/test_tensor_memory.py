@@ -12,7 +12,7 @@ import nbtrain
 from nbtrain.system import instrumentation
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
-from nbtrain.worker import hooks, limits
+from nbtrain.worker import hooks
 from nbtrain.worker.hooks import guard
 from nbtrain.worker.observers import tensor_memory
 from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, count_tensors
@@ -68,25 +68,6 @@ class Log:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.write = self.events.append
-
-
-def test_it_is_counted_after_the_first_step_and_then_rarely() -> None:
-    log = Log()
-    seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    seen.on_first_step(optimizer)
-    for now in (100.0, 100.1, 100.2, 99.9 + limits.MEMORY_COUNT_INTERVAL_S):
-        seen.on_step(optimizer, now)
-        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
-    assert [e.weights for e in log.events] == [12]
-    seen.on_step(optimizer, 101.0 + limits.MEMORY_COUNT_INTERVAL_S)
-    assert [e.weights for e in log.events] == [12, 60]
-    seen.on_step(optimizer, 102.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
-    assert len(log.events) == 2  # nothing new
-    other = torch.optim.SGD([nn.Parameter(torch.ones(5))])
-    seen.on_first_step(other)
-    seen.on_step(other, 103.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
-    assert log.events[-1].weights == 80
 
 
 def test_nothing_is_kept_alive_and_no_error_reaches_the_step(

@@ -96,22 +96,6 @@ def test_ranks_tell_their_stacks_die_and_stop_like_others(notebook: Notebook) ->
     assert notebook.value("run.state.status") == "interrupted"
 
 
-def test_the_first_nodes_store_is_a_process_whose_end_is_the_runs(notebook: Notebook) -> None:
-    notebook.run(SPIN)
-    notebook.run(
-        "run = nbtrain.launch(spin, engine='ray', nodes=2, num_processes=2, background=True)"
-    )
-    wait_until(lambda: notebook.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
-    rank = psutil.Process(notebook.value("run.state.ranks[0].pid"))
-    node = rank.parent()
-    assert node is not None
-    (store,) = [p for p in node.children() if p != rank and listening([p.pid])]
-    assert not any("libtorch" in library.path for library in node.memory_maps())
-    store.kill()
-    told = notebook.value("(run.wait(), str(run.failure))[1]")
-    assert "the store in which the ranks meet has ended: it was killed" in told
-
-
 def test_who_waits_for_whom_is_told_across_nodes(notebook: Notebook) -> None:
     notebook.run(HANGS)
     notebook.run(

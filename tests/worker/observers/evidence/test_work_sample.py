@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch._dynamo  # else each rank imports it at its first step, for seconds
@@ -15,7 +14,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     TensorDataset,
 )
 
@@ -168,29 +166,6 @@ def only_one_trains() -> None:
         Learner().train()
 
 
-def ddp_without_a_loader(draw: Callable[[int], torch.Tensor]) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(12):
-        model(draw(step)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-INPUTS = DATA.tensors[0]
-
-
-def takes_slices() -> None:
-    ddp_without_a_loader(lambda step: INPUTS[8 * step : 8 * step + 8])
-
-
-def draws_with_numpy() -> None:
-    ddp_without_a_loader(lambda step: INPUTS[np.random.choice(96, 8)])
-
-
 class Drawn(Dataset[Any]):
     """Samples that are drawn by chance, whichever is asked for."""
 
@@ -274,25 +249,12 @@ def averages_the_loss_alone() -> None:
     KEPT.append(model)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from DATA
-
-
 def ddp_on_all_data() -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*parts())
     fit(model, optimizer, batches(shuffle=True), accelerator.backward)
-
-
-def ddp_on_a_stream() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(Stream()))
 
 
 def predict() -> float:
@@ -304,9 +266,7 @@ def predict() -> float:
 JOIN = "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`"
 SPLIT = "`loader = accelerator.prepare(loader)`"
 REPEATED = "all 2 ranks train on the same batches"
-BY_RANK = "`data[nbtrain.rank() :: nbtrain.world_size()]`"
 SEED = "`torch.manual_seed(seed + nbtrain.rank())`"
-NUMPY_SEED = "`np.random.seed(seed + nbtrain.rank())`"
 
 
 @pytest.mark.parametrize(
@@ -319,9 +279,6 @@ NUMPY_SEED = "`np.random.seed(seed + nbtrain.rank())`"
         (only_the_loader_is_prepared, ("trained different weights", JOIN), OWN),
         (averages_the_loss_alone, ("the notebook gets those of rank 0", JOIN), OWN),
         (ddp_on_all_data, (REPEATED, SPLIT), SAME),
-        (ddp_on_a_stream, (REPEATED, SPLIT), SAME),
-        (takes_slices, (REPEATED, BY_RANK), SAME),
-        (draws_with_numpy, (REPEATED, NUMPY_SEED), SAME),
         (ddp_on_drawn_samples, (REPEATED, SEED), SAME),
         (predict, ("all 2 ranks went over the same batches",), "succeeded"),
     ],
