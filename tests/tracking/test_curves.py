@@ -105,18 +105,6 @@ def test_steps_that_go_back_are_counted_anew_or_shift_only_themselves(
     assert [b.x for b in steps(logged).band] == list(places)
 
 
-def test_epochs_among_steps_neither_stretch_a_curve_nor_disturb_another() -> None:
-    counted = [step for n in range(5) for step in (*range(100 * n, 100 * n + 100), n)]
-    assert steps(counted).ends[0].x == 500
-    events: list[ev.Event] = []
-    for epoch in range(3):
-        events += [ev.Metrics(1.0, 0, 10 * epoch + i, {"loss": 1.0}) for i in range(10)]
-        events += [ev.Metrics(1.0, 0, epoch, {"accuracy": 0.5})]
-    state = fold(picture(), events)
-    assert state.curves.logged["loss"].span == (0, 29)
-    assert state.curves.logged["accuracy"].span == (0, 2)
-
-
 def test_what_the_user_logs_is_shown_instead_of_what_was_seen() -> None:
     seen = ev.TrainingUpdate(1.0, 0, steps=5, elapsed=1.0, loss=9.0, samples=40)
     state = fold(picture(), [seen])

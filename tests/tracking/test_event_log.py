@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from nbtrain.system.files import Tail
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import limits
-from nbtrain.tracking.event_log import EventWriter, Reader, read_events
-from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.tracking.event_log import EventWriter, read_events
 
 
 @pytest.mark.parametrize(
@@ -121,28 +118,6 @@ def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     assert record == {"kind": "metrics", "time": 1.0, "rank": 0, "step": 3, "values": {"loss": 0.5}}
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_slow_disk_is_read_in_turns_in_which_every_rank_has_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else an interrupt waits until the files of all ranks were read: 64 ranks, 20 ms a call."""
-    folder, ranks = RunFolder(tmp_path), range(20)
-    for rank in ranks:
-        EventWriter(folder.events(rank)).write(ev.Started(1.0, rank, rank))
-    reader = Reader(folder, len(ranks))
-    usual = Tail.lines
-
-    def slow(tail: Tail, **how: bool) -> list[bytes]:
-        time.sleep(0.01)
-        return usual(tail, **how)
-
-    monkeypatch.setattr(Tail, "lines", slow)
-    monkeypatch.setattr(limits, "READ_TIMEOUT_S", 0.05)
-    turns = [[event.rank for event in reader.read()] for _ in ranks]
-    assert len(turns[0]) < len(ranks)
-    assert sorted(rank for turn in turns for rank in turn) == list(ranks)
-    assert [event.rank for event in reader.read(ended=[7])] == []  # once is enough
 
 
 @pytest.mark.parametrize(

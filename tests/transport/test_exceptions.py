@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nbtrain import errors
-from nbtrain.hangs.failures import Failure, describe_returncode, find_cause, to_exception
+from nbtrain.hangs.failures import Failure, find_cause, to_exception
 from nbtrain.transport import exceptions, result_pickler
 
 
@@ -121,21 +121,6 @@ def test_the_cause_is_found_in_every_order() -> None:
     assert find_cause(echoes) is echoes[0]
     died = Failure(4, 10.5, returncode=-9)
     assert find_cause([*echoes, died]) is died
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (3, "exited with code 3"),
-        (0, "before its function had returned"),
-        (-9, "SIGKILL"),
-        (-11, "SIGSEGV"),
-        (-64, "killed by"),
-        (None, "collected its exit code"),
-    ],
-)
-def test_exit_codes_are_worded(code: int | None, words: str) -> None:
-    assert words in describe_returncode(code)
 
 
 def test_a_death_becomes_rank_died() -> None:

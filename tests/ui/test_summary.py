@@ -25,7 +25,6 @@ from nbtrain.ui.board import board
 from nbtrain.ui.summary import summary
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
-from tests.support.waiting import wait_until
 
 GIB = 1 << 30
 NASTY = "<script>x</script>"
@@ -133,35 +132,6 @@ def test_a_real_run_in_a_notebook_and_reopened_elsewhere(
     monkeypatch.setenv("NBTRAIN_HOME", str(folder.parents[1]))
     assert cli.main(["show", folder.name]) == 0
     assert capsys.readouterr().out.endswith(f"{s!r}\n")
-
-
-def test_a_run_in_the_background_so_far_and_one_that_failed(tmp_path: Path) -> None:
-    def train() -> None:
-        import torch
-
-        w = torch.nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.AdamW([w])
-        while not (tmp_path / "go").exists():
-            w.sum().backward()
-            optimizer.step()
-            time.sleep(0.01)
-        raise ValueError("enough")
-
-    run = nbtrain.launch(train, num_processes=1, view="none", background=True)
-    try:
-        wait_until(lambda: (run.summary().steps or 0) > 1 and len(run.summary().memory_parts) > 2)
-        s = run.summary()
-    finally:
-        (tmp_path / "go").touch()
-    assert (s.status, s.error) == ("running", "")
-    assert [(p.name, p.bytes) for p in s.memory_parts][:3] == [
-        ("weights", 16),
-        ("gradients", 16),
-        ("optimizer states", 36),
-    ]
-    s = run.wait().summary()
-    assert (s.status, s.error) == ("failed", "rank 0: ValueError: enough")
-    assert "  failed    rank 0: ValueError: enough" in repr(s)
 
 
 def test_what_gpus_held_before_and_after_is_kept_with_the_run(

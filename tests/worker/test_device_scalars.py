@@ -16,7 +16,7 @@ import torch
 
 import nbtrain
 from nbtrain.tracking import events as ev
-from nbtrain.worker import device_scalars, limits
+from nbtrain.worker import device_scalars
 from nbtrain.worker.device_scalars import GraphCaptures, ScalarReader
 from tests.support.runs import events, launch
 
@@ -87,17 +87,6 @@ def test_a_group_has_arrived_when_it_has_from_each_of_its_devices(cuda: Cuda) ->
     cuda.done.add("cuda:1")
     values.deliver()
     assert got == [{"a": 1.0, "b": 2.0}]
-
-
-def test_values_keep_their_order_and_the_last_are_waited_for(cuda: Cuda) -> None:
-    values, got = ScalarReader(), []
-    cuda.done = set()
-    for i in range(3):
-        values.submit({"a": cuda.scalar(float(i))}, keep(got))
-    values.deliver()
-    assert got == []
-    values.deliver(at_least=limits.MAX_PENDING_SCALARS)
-    assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
 
 
 def test_while_another_thread_records_a_graph_cuda_is_asked_for_nothing(cuda: Cuda) -> None:

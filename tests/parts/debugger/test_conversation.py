@@ -84,19 +84,6 @@ def test_a_breakpoint_opens_a_prompt_for_each_rank(notebook: Notebook, engine: s
     assert notebook.value("nbtrain.last_run().results") == [1, 11]
 
 
-def test_next_at_the_end_of_the_code_goes_on_and_shows_no_code_of_ours(
-    notebook: Notebook,
-) -> None:
-    cell = "def train():\n    x = 1\n    breakpoint()\n    y = 2\ntrain()\nz = 3"
-    out = notebook.run(f"%%distributed -n 1\n{cell}", answers=["n"] * 9)
-    assert not out.ename
-    assert len(out.prompts) == 4  # y = 2, its return, z = 3, its return
-    assert "nbtrain/worker" not in plain(out)
-    returns = notebook.run(f"%%distributed -n 1\n{STOPS}", answers=["r", "s", "s", "s"])
-    assert not returns.ename
-    assert len(returns.prompts) == 2
-
-
 @pytest.mark.parametrize("given", ["", "error"])
 def test_post_mortem_opens_the_debugger_where_it_was_raised(notebook: Notebook, given: str) -> None:
     cell = (

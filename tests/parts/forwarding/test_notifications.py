@@ -113,6 +113,13 @@ def test_a_dead_address_costs_one_note_that_does_not_show_it() -> None:
     assert has_secret(run.folder) == []
 
 
+@pytest.mark.parametrize("empty", ["", [" "], ["", "json://localhost:1/x"]])
+def test_an_empty_address_is_told(empty: str | list[str]) -> None:
+    run = launch(train, n=1, notify=empty)
+    assert [note.code for note in run.state.findings].count("no-address") == 1
+    assert run.state.status == "succeeded"
+
+
 def test_a_background_run_whose_kernel_dies_is_told(
     server: tuple[str, Inbox], start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:

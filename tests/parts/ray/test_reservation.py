@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.parts.ray import engine as ray_engine
-from nbtrain.parts.ray import reservation
 from nbtrain.parts.ray.engine import RayEngine
 from nbtrain.parts.ray.reservation import (
     Node,
     NodeRequest,
     PlacedNode,
-    Reservation,
     bundle,
     check_nodes,
     cluster_address,
@@ -139,63 +133,3 @@ def test_a_node_on_which_ranks_cannot_run_is_refused_by_name(
         check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
     assert expected in str(caught.value)
     assert "big" not in str(caught.value)
-
-
-class Cluster:
-    """Two nodes, of which one is free; Ray reserves both when they were waited for twice.
-
-    Each wait takes a second.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.waits = 0
-        self.removed = 0
-        self.reported: list[str] = []
-
-    def nodes(self, _ray: Any) -> list[Node]:
-        free = [1.0, 0.0]
-        return [Node(str(i), str(i), "", {"CPU": 1.0}, {"CPU": free[i]}) for i in range(2)]
-
-    def group(self, _bundles: Any, strategy: str) -> Any:
-        assert strategy == "STRICT_SPREAD"
-        self.waits = 0
-        return SimpleNamespace(wait=self.wait)
-
-    def wait(self, seconds: int) -> bool:
-        self.now += seconds
-        self.waits += 1
-        return self.waits > 1
-
-    def remove(self, _group: Any) -> None:
-        self.removed += 1
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    simulated = Cluster()
-    util, groups = ModuleType("ray.util"), ModuleType("ray.util.placement_group")
-    vars(util).update(remove_placement_group=simulated.remove)
-    vars(groups).update(placement_group=simulated.group)
-    for module in (ModuleType("ray"), util, groups):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    clock = SimpleNamespace(monotonic=lambda: simulated.now)
-    monkeypatch.setattr(reservation, "time", clock)
-    monkeypatch.setattr(reservation, "nodes", simulated.nodes)
-    return simulated
-
-
-def test_nodes_that_are_not_free_are_waited_for(cluster: Cluster) -> None:
-    reserved = Reservation(None, cluster.reported.append)
-    wanted = NodeRequest((2, 2), 1, {"CPU": 1.0}, patience=2.0)
-    waiting = "waiting for 2 nodes with 1 CPU free (for a rank each): 1 so far"
-    assert asyncio.run(reserved.reserve(wanted)) == 2
-    assert cluster.reported == [waiting]
-    reserved.release()
-    assert asyncio.run(reserved.reserve(wanted, again=True)) == 2
-    assert cluster.reported == [waiting, waiting]  # each attempt tells what it waits for
-    assert cluster.removed == 1
-    reserved.release()
-    with pytest.raises(LaunchError, match="1 of 2 nodes have 1 CPU free"):
-        asyncio.run(reserved.reserve(replace(wanted, patience=1.0)))
-    assert cluster.removed == 3

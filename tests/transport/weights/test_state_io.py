@@ -181,24 +181,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-def _lazy() -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
-
-
-def test_lazy_parameters_take_the_shape_that_they_have_in_the_rank(path: Path) -> None:
-    mine, theirs = _lazy(), _lazy()
-    batch = torch.rand(5, 3)
-    theirs(batch)
-    save(theirs, path)
-    before = {name: id(tensor) for name, tensor in named_tensors(mine).items()}
-    load(path, mine)
-    assert same(mine, theirs)
-    assert {name: id(tensor) for name, tensor in named_tensors(mine).items()} == before
-    assert torch.equal(mine.eval()(batch), theirs.eval()(batch))
-    assert type(mine[0]) is torch.nn.Linear  # the first batch makes it one, as it always does
-    assert same(mine, theirs)
-
-
 def test_an_expanded_buffer_gets_memory_of_its_own(path: Path) -> None:
     theirs, mine = Net(), Net()
     row = mine.row

@@ -74,20 +74,6 @@ def test_a_file_of_others_is_refused(tmp_path: Path) -> None:
         WeightReader(path)
 
 
-def test_what_is_no_file_of_this_user_is_refused_at_once(path: Path, tmp_path: Path) -> None:
-    link, pipe = tmp_path / "link", tmp_path / "pipe"
-    link.symlink_to(path)
-    os.mkfifo(pipe)
-    for place, reason in (
-        (link, "is a link"),
-        (pipe, "is not a regular file"),
-        (tmp_path, "is not a regular file"),
-        (Path("/dev/zero"), "is not a regular file"),
-    ):
-        with pytest.raises(NbtrainError, match=reason):
-            WeightReader(place)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_of_another_user_is_refused(path: Path) -> None:
     os.chown(path, 12345, -1)
@@ -175,3 +161,17 @@ def test_what_the_disk_refuses_is_an_oserror(path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert raised.value.errno == errno.EFBIG
     assert raised.value.strerror == os.strerror(errno.EFBIG)
+
+
+def test_what_is_no_file_of_this_user_is_refused_at_once(path: Path, tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    for place, reason in (
+        (link, "is a link"),
+        (pipe, "is not a regular file"),
+        (tmp_path, "is not a regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
+    ):
+        with pytest.raises(NbtrainError, match=reason):
+            WeightReader(place)

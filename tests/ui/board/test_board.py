@@ -439,21 +439,6 @@ def strips_of(state: RunState, now: float) -> strips.Strips:
     return made.strips
 
 
-def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
-    hung = page_of("hung")
-    for name in ("training", "waiting for data", "waiting for peers", "stuck"):
-        assert name in hung.words
-    assert "rank 0 1 2 3 " in hung.text
-    assert "step 0 50 100 150 200 " in hung.text
-    assert "loss 237 " in hung.text  # where it is now
-    for name in ("ranks-64", "ranks-1024"):
-        made = strips_of(*drawn_at(name))
-        assert len(made.bands) == 64
-        assert len(strips.draw(made, 0, 1000)) <= 4_700
-    starting, now = drawn_at("importing")
-    assert charts.draw_picture(starting, now, [], None) is None  # nothing to see yet
-
-
 def test_one_rank_of_many_that_waits_or_fails_is_seen_in_the_strips() -> None:
     """They were a slab: the neighbours' wait for data hid that of one."""
     made = strips_of(*drawn_at("ranks-64"))

@@ -8,11 +8,9 @@ from itertools import pairwise
 import pytest
 
 import nbtrain
-from nbtrain.tracking import events as ev
 from nbtrain.tracking.curves import smooth
 from nbtrain.tracking.overview import stragglers, timeline
-from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.state import PreviousRun, RankState, RunState
+from nbtrain.tracking.state import PreviousRun, RunState
 from nbtrain.ui.board import board, charts, theme
 from nbtrain.ui.board.canvas import CANVAS
 from tests.support import board_states
@@ -131,32 +129,3 @@ def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
         rank = rank.add_training(half / 2, 0.0, 0.5, 50 * half)
     rank = rank.add_end(2.51, has_failed=True)
     assert timeline.letters_by_step(rank, 250.0, 100) == 99 * "c" + "f"
-
-
-@pytest.mark.parametrize("logged", ["learning_rate", "lr-AdamW", "accuracy"])
-def test_a_learning_rate_that_is_logged_is_drawn_once(logged: str) -> None:
-    """The Trainer and Lightning log the rate that is read from the optimizer, too."""
-    steps = [
-        event
-        for step in range(1, 5)
-        for event in (
-            ev.TrainingUpdate(float(step), 0, steps=step, lr=0.1 / step),
-            ev.Metrics(float(step), 0, step=step, values={logged: 0.1 / step}),
-        )
-    ]
-    state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
-    names = [curve.name for curve in charts.curves_of(state)]
-    assert ("lr" in names) is (logged == "accuracy")
-    assert logged in names
-
-
-def test_metrics_of_which_it_is_known_what_is_better_stand_first() -> None:
-    """A board of GRPO showed the lengths of answers, and the reward was one of "18 more"."""
-    names = ["loss", "grad_norm", "completions/mean_length", "reward", "reward_std"]
-    steps = [
-        ev.Metrics(float(step), 0, step=step, values=dict.fromkeys(names, 1.0 / step))
-        for step in range(1, 5)
-    ]
-    state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
-    drawn = [curve.name for curve in charts.curves_of(state)]
-    assert drawn == ["loss", "reward", "grad_norm", "completions/mean_length", "reward_std"]

@@ -170,28 +170,3 @@ def test_the_table_is_for_terminals_that_allow_it(
             return is_tty
 
     assert can_redraw(Stream(), environment) is expected
-
-
-def test_a_breakpoint_in_a_rank_asks_at_the_terminal(terminal: pexpect.spawn) -> None:
-    terminal.sendline("%load_ext nbtrain")
-    terminal.expect("In ?\\[2\\]:")
-    code = "(lambda x: [breakpoint(), x])(nbtrain.rank() + 41)"
-    terminal.sendline(f"%distributed -n 2 {code} if nbtrain.rank() else 1")
-    terminal.expect("rank 1 stopped at")
-    terminal.expect(r"\(rank 1\) ipdb> ")
-    terminal.sendline("p 'x is', x")
-    terminal.expect(r"\('x is', 42\)")
-    terminal.expect(r"\(rank 1\) ipdb> ")
-    terminal.sendline("c")
-    terminal.expect(r"rank 1 → \[None, 42\]")
-    terminal.expect("In ?\\[3\\]:")
-    terminal.sendline("%distributed -n 1 breakpoint()")
-    terminal.expect(r"\(rank 0\) ipdb> ")
-    terminal.sendintr()
-    terminal.expect("KeyboardInterrupt")
-    terminal.expect("In ?\\[4\\]:")
-    terminal.sendline("%distributed -n 1 breakpoint()")
-    terminal.expect(r"\(rank 0\) ipdb> ")
-    terminal.sendeof()
-    terminal.expect("from the debugger")
-    terminal.expect("In ?\\[5\\]:")

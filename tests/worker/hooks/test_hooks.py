@@ -58,10 +58,6 @@ def train(path: Any) -> None:
     torch.save({"weight": weight}, path)
 
 
-def test_each_event_is_told_of_by_something() -> None:
-    assert set(hooks.EVENTS) - set(hooks._WATCH) == {"on_training_end"}  # the rank's own end
-
-
 def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
     told = Told()
     with instrumentation.scope():
@@ -115,3 +111,7 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
     assert told.events == [("stepped", True)] * 2
     said = capfd.readouterr().err
     assert said.count("failing on purpose stopped (ValueError: odd); the training continues") == 1
+
+
+def test_each_event_is_told_of_by_something() -> None:
+    assert set(hooks.EVENTS) - set(hooks._WATCH) == {"on_training_end"}  # the rank's own end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.support.loop_table import LoopTable, check, one_weight, transformers_trainer
 from tests.support.loops_at_once import check_at_once, split_rows
-from tests.support.runs import last, launch
+from tests.support.runs import launch
 from tests.support.versions import needs
 
 TWELVE = TensorDataset(torch.ones(12, 3))
@@ -164,27 +163,6 @@ def test_samples_and_batches_are_those_of_a_library(
     loop: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
     check(loop, expected)
-
-
-def test_a_loader_that_feeds_another_is_neither_waited_for_nor_counted_twice() -> None:
-    def train() -> None:
-        class Slow(IterableDataset[Any]):
-            def __iter__(self) -> Any:
-                for _ in range(8):
-                    time.sleep(0.05)
-                    yield torch.ones(3)
-
-        class Packed(IterableDataset[Any]):
-            def __iter__(self) -> Any:
-                for batch in DataLoader(Slow(), batch_size=2):
-                    yield batch.sum(0)
-
-        for _ in DataLoader(Packed(), batch_size=2):
-            pass
-
-    found = last(launch(train))
-    assert (found.samples, found.batch) == (4, 2)
-    assert 0.35 < found.waited <= found.elapsed
 
 
 def trains_on(size: int, drop_last: bool) -> None:

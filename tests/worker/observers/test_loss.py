@@ -232,11 +232,6 @@ def logged(*losses: float, name: str = "loss") -> None:
         nbtrain.log(**{name: loss})  # type: ignore[arg-type]
 
 
-def other_logs() -> None:
-    nbtrain.log(val_loss=NAN, eval_loss=INF, loss_scale=INF)
-    nbtrain.log(**{"loss/val": NAN, "perplexity": INF, "loss": 1.0})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "loop",
     [
@@ -244,7 +239,6 @@ def other_logs() -> None:
         pytest.param(lambda: skipped_by_a_scaler(9), id="scaler"),
         pytest.param(lambda: skipped_by_the_loop(5), id="skipped at the end"),
         pytest.param(lambda: skipped_by_the_loop(after=True), id="after the training"),
-        other_logs,
     ],
 )
 def test_a_loss_that_spoils_nothing_is_not_noted(loop: Callable[[], Any]) -> None:

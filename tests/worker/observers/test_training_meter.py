@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
-import time
 from typing import Any
 
 import pytest
@@ -14,11 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nbtrain
-from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
-from nbtrain.ui import text_summary
-from nbtrain.ui.board import board
-from tests.support.hangs import first_verdict, launched
 from tests.support.loop_table import (
     LoopTable,
     lightning_fit,
@@ -27,7 +21,6 @@ from tests.support.loop_table import (
 )
 from tests.support.loops_at_once import check_at_once
 from tests.support.runs import events, last, launch
-from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 TABLE = LoopTable()
@@ -313,35 +306,6 @@ def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:
     assert run.state.curves.logged["val"].span == (10.0, 30.0)
     history = run.history
     assert list(history["step"][history["val"].notna()]) == [10, 20, 30]
-
-
-def text_of(page: str) -> str:
-    return re.sub("<[^>]*>", "", page)
-
-
-def test_the_last_counts_of_a_rank_that_hangs_are_shown() -> None:
-    """Reports come twice a second; the steps after the last one are as true."""
-
-    def hangs() -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step, (x, _) in enumerate(DataLoader(DATA, batch_size=4)):
-            if step == 20 and nbtrain.rank() == 1:
-                time.sleep(600)
-            model(x).sum().backward()
-            dist.all_reduce(model.weight.grad)
-            optimizer.step()
-
-    with launched(hangs) as run:
-        first_verdict(run, "rank 1 is at")
-        wait_until(
-            lambda: [r.progress and r.progress.steps for r in run.state.ranks] == [20, 20], 60
-        )
-        wait_until(lambda: "steps/s0" in text_of(board.render(run.state, clock.now())), 60)
-        assert " left" not in text_summary.summary(run.state, clock.now())
 
 
 @pytest.mark.parametrize("sources", [("data",), ("loss", "data")])

@@ -62,21 +62,6 @@ def test_a_display_is_there_while_the_run_goes_on(notebook: Notebook, tmp_path: 
     assert out.ename == ""
 
 
-def test_a_picture_that_is_drawn_anew_takes_the_place_of_the_one_before(notebook: Notebook) -> None:
-    out = notebook.run(
-        "%%distributed -n 1\n"
-        "from IPython.display import HTML, clear_output\n"
-        "handle = display(HTML('a0'), display_id=True)\n"
-        "for n in range(200): handle.update(HTML(f'a{n}'))\n"
-        "for n in range(200): clear_output(wait=True); display(HTML(f'b{n}'))"
-    )
-    assert len(forms(out, "text/html")) <= 4  # all else came in the place of one of these
-    every = [each.get("text/html", "") for each in [*out.displays, *out.updates]]
-    pictures = [form for form in every if form[:1] == "b"]  # on a slow machine, some between
-    assert pictures[-1] == "b199"
-    assert len(pictures) < 100
-
-
 def test_of_too_many_displays_the_last_is_shown_with_the_number_left_out(
     notebook: Notebook,
 ) -> None:

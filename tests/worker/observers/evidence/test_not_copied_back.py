@@ -71,12 +71,6 @@ def test_what_is_copied_back_or_need_not_be_is_not_mentioned() -> None:
     assert notes_of(train_a_global, telemetry=()) == []
 
 
-def test_an_optimizer_that_comes_back_does_not_end_the_look() -> None:
-    done = run(train_with, optimizer, out="optimizer")
-    assert "stopped" not in done.logs(0)
-    assert any("`spare`" in note for note in done.state.notes)
-
-
 @pytest.mark.timeout(60)
 def test_a_note_on_a_cell_names_the_cells_option(notebook: Notebook) -> None:
     notebook.run("nets = [torch.nn.Linear(2, 2)]")

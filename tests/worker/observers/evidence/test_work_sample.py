@@ -18,7 +18,6 @@ from torch.utils.data import (
 )
 
 import nbtrain
-from nbtrain.worker.observers.evidence.work_sample import digest
 from tests.support.kernel import Notebook
 from tests.support.loop_table import lightning_fit, transformers_trainer
 from tests.support.runs import launch
@@ -233,22 +232,6 @@ def only_the_loader_is_prepared() -> None:
     KEPT.append(learner)  # as the notebook keeps its model
 
 
-def averages_the_loss_alone() -> None:
-    """Something is exchanged in each step, and no gradients."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model, optimizer = parts()
-    loader = batches(sampler=DistributedSampler(DATA))
-    for x, y in [*loader, *loader]:
-        loss = (model(x) - y).pow(2).mean()
-        loss.backward()
-        dist.all_reduce(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    KEPT.append(model)
-
-
 def ddp_on_all_data() -> None:
     from accelerate import Accelerator
 
@@ -277,7 +260,6 @@ SEED = "`torch.manual_seed(seed + nbtrain.rank())`"
         (trains_alone_and_shuffles_anew, ("each trains a separate model", JOIN), "succeeded"),
         (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
         (only_the_loader_is_prepared, ("trained different weights", JOIN), OWN),
-        (averages_the_loss_alone, ("the notebook gets those of rank 0", JOIN), OWN),
         (ddp_on_all_data, (REPEATED, SPLIT), SAME),
         (ddp_on_drawn_samples, (REPEATED, SEED), SAME),
         (predict, ("all 2 ranks went over the same batches",), "succeeded"),
@@ -343,12 +325,3 @@ def test_a_cell_is_told_its_own_line(notebook: Notebook) -> None:
     assert f"⚠ train(): {ALONE}" in board
     ignored = notebook.run(cell.replace("\n", "\n# nbtrain: ignore[migrate]\n", 1)).board
     assert "✓ train(): succeeded" in ignored
-
-
-def test_a_digest_is_of_what_a_batch_holds() -> None:
-    x = torch.arange(6.0)
-    assert digest({"x": x, "n": 1}) == digest({"x": x.clone(), "n": 1}) != digest({"x": x, "n": 2})
-    assert digest([x.reshape(2, 3)]) != digest([x.reshape(3, 2)])
-    assert digest(["a text"]) != digest(["another"])
-    assert digest(object()) == digest(torch.ones(2, device="meta")) == ""
-    assert digest(torch.ones(2).to_sparse()) == ""
