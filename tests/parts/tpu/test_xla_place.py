@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from nbtrain.parts.tpu import xla
+from nbtrain.system.tpu import _GENERATIONS, _GOOGLE
 from tests.support.tpu_environment import KAGGLE, STALE
 
 pytest.importorskip(
@@ -67,3 +68,10 @@ def test_a_rank_alone_has_the_first_chip() -> None:
     tpu.configure_one_chip_topology()
     assert os.environ["TPU_VISIBLE_CHIPS"] == "0"
     assert os.environ["TPU_PROCESS_BOUNDS"] == "1,1,1"
+
+
+def test_chips_are_those_that_torch_xla_knows() -> None:
+    from torch_xla._internal import tpu
+
+    assert set(_GENERATIONS) == set(tpu._TPU_PCI_DEVICE_IDS)
+    assert _GOOGLE == tpu._GOOGLE_PCI_VENDOR_ID

@@ -28,18 +28,12 @@ def train_a_global() -> None:
     step(model)
 
 
-def train_with(optimizer: torch.optim.Optimizer) -> None:
-    spare(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-
-
 def train_globals_in_a_list() -> None:
     for part in [*parts, holder.net]:
         step(part)
 
 
 parts = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-optimizer = torch.optim.SGD(spare.parameters(), lr=0.1)
 holder = SimpleNamespace(net=torch.nn.Linear(2, 2))
 
 
