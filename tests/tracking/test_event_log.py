@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from nbtrain.system.files import Tail, last_bytes
+from nbtrain.system.files import Tail
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import limits, reducers
-from nbtrain.tracking.event_log import EventWriter, Reader, read_events
-from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.tracking.state import RankState, RunState
+from nbtrain.tracking.event_log import EventWriter, read_events
 
 
 @pytest.mark.parametrize(
@@ -65,30 +61,6 @@ def test_an_event_of_wrong_types_is_passed_over(kind: str, fields: dict[str, obj
     record = {"kind": kind, "time": 1.0, "rank": 0}
     assert ev.from_line(json.dumps(record).encode()) is not None
     assert ev.from_line(json.dumps({**record, **fields}).encode()) is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "decoded"),
-    [
-        ("training", {"loss": math.nan, "lr": math.nan}, {"loss": math.nan, "lr": None}),
-        ("training", {"loss": 10**400, "samples": 10**17}, {"loss": None, "samples": None}),
-        ("group", {"members": [0, "x", 2]}, {"members": (0, 2)}),
-        ("host", {"gpus": [[0, "A", 1, 2, None], 7, [1, "B"]]}, {"gpus": ((0, "A", 1, 2, None),)}),
-        ("metrics", {"values": {"a": 1, "b": True, "c": [1]}}, {"values": {"a": 1, "b": True}}),
-        *(("metrics", {"step": step}, {"step": None}) for step in ("x", [1], 1.5, True, 10**400)),
-        ("started", {"pid": 5, "a field of a later version": "red"}, {"pid": 5}),
-    ],
-)
-def test_members_and_values_have_the_types_they_are_declared_with(
-    kind: str, given: dict[str, object], decoded: dict[str, object]
-) -> None:
-    event = ev.from_line(json.dumps({"kind": kind, "time": 1.0, "rank": 0, **given}).encode())
-    assert repr(event) == repr(ev.KINDS[kind](1.0, 0, **decoded))  # type: ignore[arg-type]
-
-
-def test_every_kind_but_two_changes_the_picture() -> None:
-    unused = ev.KINDS.values() - reducers.RUN_REDUCERS.keys() - reducers.RANK_REDUCERS.keys()
-    assert unused == {ev.Group, ev.WorkSample}  # what the launcher alone compares
 
 
 def test_a_tail_returns_whole_lines_only(tmp_path: Path) -> None:
@@ -148,66 +120,6 @@ def test_lines_are_ordinary_json_and_files_private(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_file_that_is_deleted_between_two_looks_has_no_more_lines(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"one\n")
-    tail = Tail(path)
-    path.unlink()
-    assert (tail.lines(flush=True), tail.is_behind) == ([], False)
-    assert last_bytes(path) == b""
-
-
-def test_a_slow_disk_is_read_in_turns_in_which_every_rank_has_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else an interrupt waits until the files of all ranks were read: 64 ranks, 20 ms a call."""
-    folder, ranks = RunFolder(tmp_path), range(20)
-    for rank in ranks:
-        EventWriter(folder.events(rank)).write(ev.Started(1.0, rank, rank))
-    reader = Reader(folder, len(ranks))
-    usual = Tail.lines
-
-    def slow(tail: Tail, **how: bool) -> list[bytes]:
-        time.sleep(0.01)
-        return usual(tail, **how)
-
-    monkeypatch.setattr(Tail, "lines", slow)
-    monkeypatch.setattr(limits, "READ_TIMEOUT_S", 0.05)
-    turns = [[event.rank for event in reader.read()] for _ in ranks]
-    assert len(turns[0]) < len(ranks)
-    assert sorted(rank for turn in turns for rank in turn) == list(ranks)
-    assert [event.rank for event in reader.read(ended=[7])] == []  # once is enough
-
-
-def test_a_long_line_is_read_whole_by_small_steps(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    said = ev.Metrics(1.0, 0, 1, {f"metric {i}": float(i) for i in range(10_000)})
-    line = ev.to_line(said)
-    path.write_bytes(line + line)
-    assert len(line) > 3 << 16
-    assert list(read_events(path)) == [said, said]
-
-
-def test_a_file_that_was_deleted_is_made_anew_once_its_folder_is_and_read_from_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "DELETED_CHECK_INTERVAL_S", 0.0)
-    path = tmp_path / "run" / "rank-0000.jsonl"
-    path.parent.mkdir()
-    writer, tail = EventWriter(path, reserved=1 << 12), Tail(path)
-    writer.write(ev.Started(1, 0, 5))
-    writer.write(ev.Started(2, 0, 5))
-    assert len(tail.lines()) == 2
-    path.unlink()
-    path.parent.rmdir()
-    writer.write(ev.Started(3, 0, 5))
-    assert tail.lines() == []
-    path.parent.mkdir()
-    writer.write_metrics(4, 0, 3, {"loss": 0.5})
-    assert [ev.from_line(line) for line in tail.lines()] == [ev.Metrics(4, 0, 3, {"loss": 0.5})]
-    writer.close()
-
-
 @pytest.mark.parametrize(
     "value", [0.1, -3.5e-300, 7, True, math.nan, -math.inf, 'a "b" \n ü', 2**52]
 )
@@ -223,14 +135,3 @@ def test_metrics_are_written_as_other_events_are(
     written, expected = json.loads(path.read_bytes()), json.loads(ev.to_line(event))
     expected.pop("at") if not event.at else None
     assert repr(sorted(written.items())) == repr(sorted(expected.items()))
-
-
-def test_what_versions_up_to_0_2_wrote_of_the_end_of_a_rank_is_read() -> None:
-    line = b'{"kind": "ended", "time": 1.0, "rank": 0, "error": "sys.exit(3) at line 4", '
-    line += b'"evidence": ["seen", 7, ["disk full", "no room"], ["x"]]}'
-    event = ev.from_line(line)
-    assert isinstance(event, ev.Ended)
-    assert event.evidence == (("", "seen"), ("disk full", "no room"))
-    state = reducers.fold(RunState("t", "fork", (RankState(0),), 0.0), [event])
-    assert state.ranks[0].has_called_exit
-    assert [each.text for each in state.ranks[0].evidence] == ["seen", "no room"]

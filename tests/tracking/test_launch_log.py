@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -82,13 +81,6 @@ def test_a_failure_and_signals_are_logged_and_no_argument_and_no_value_of_the_en
     assert SECRET not in text
 
 
-def test_a_run_in_the_background_has_the_log_of_both_processes() -> None:
-    run = nbtrain.launch(lambda: print("x"), num_processes=1, background=True, view="none").wait()
-    text = log_of(run)
-    assert re.search(r"process \d+ watches the run", text)
-    assert "the run succeeded after " in text
-
-
 def test_a_record_is_one_line_and_what_processes_print_is_none(tmp_path: Path) -> None:
     path = tmp_path / "launcher.log"
     with launch_log.record_launch():
@@ -98,29 +90,6 @@ def test_a_record_is_one_line_and_what_processes_print_is_none(tmp_path: Path) -
     with path.open("a") as file:
         file.write("printed\n")
     assert launch_log.printed_in(path) == "printed"
-
-
-def test_a_handler_of_the_user_s_own_gets_it_and_stays() -> None:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    launch_log.LOGGER.addHandler(handler)
-    try:
-        with launch_log.record_launch():
-            launch_log.LOGGER.info("the engine")
-        assert (launch_log.LOGGER.level, launch_log.LOGGER.propagate) == (logging.NOTSET, True)
-        assert launch_log.LOGGER.handlers == [handler]
-    finally:
-        launch_log.LOGGER.removeHandler(handler)
-    assert [record.message for record in records] == ["the engine"]
-
-
-def test_a_log_that_cannot_be_printed_ends_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch_log.VARIABLE, "debug")
-    with open(os.devnull, "w") as closed:
-        monkeypatch.setattr(sys, "stderr", closed)
-    with launch_log.record_launch():
-        launch_log.LOGGER.info("the engine")
 
 
 def test_nothing_of_it_stays_in_the_process(capfd: pytest.CaptureFixture[str]) -> None:
@@ -158,9 +127,16 @@ nbtrain.launch(int, num_processes=1, view="none")
     assert ("the fork engine" in out.stdout) is False
 
 
-def test_a_program_that_logs_itself_gets_it_by_the_logger_nbtrain(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO, logger="nbtrain"):
-        nbtrain.launch(lambda: 1, num_processes=1, view="none")
-    assert any("the run succeeded after " in record.message for record in caplog.records)
+def test_a_handler_of_the_user_s_own_gets_it_and_stays() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    launch_log.LOGGER.addHandler(handler)
+    try:
+        with launch_log.record_launch():
+            launch_log.LOGGER.info("the engine")
+        assert (launch_log.LOGGER.level, launch_log.LOGGER.propagate) == (logging.NOTSET, True)
+        assert launch_log.LOGGER.handlers == [handler]
+    finally:
+        launch_log.LOGGER.removeHandler(handler)
+    assert [record.message for record in records] == ["the engine"]

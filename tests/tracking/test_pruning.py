@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nbtrain.tracking import limits, pruning, run_folder
 
 OVER = b'{"kind":"finished","status":"succeeded"}\n'
@@ -53,16 +51,6 @@ def test_old_runs_leave_the_list_at_once_and_what_a_crash_left_goes_too(run_root
     assert sorted(run_root.joinpath("runs").iterdir()) == sorted(paths(*new))
 
 
-def test_a_long_run_is_not_gone_as_soon_as_it_ends_for_the_short_ones_meanwhile() -> None:
-    count = limits.MAX_RUNS_WITH_WEIGHTS + 1
-    long, *short = with_weights(
-        [made(at=1e9, lasts=100.0), *(made(at=1e9 + n) for n in range(1, count + 1))]
-    )
-    pruning.prune(keep=count)
-    assert kept() == paths(long, *short[1:])
-    assert [run.weights.exists() for run in (long, *short[1:])] == [True, False, True, True]
-
-
 def test_weights_that_nobody_took_yet_do_not_go_for_those_of_later_runs() -> None:
     """A run in the background ended, and others are run in other notebooks before `run.wait()`."""
     count = limits.MAX_RUNS_WITH_WEIGHTS + 1
@@ -93,14 +81,6 @@ def test_a_run_that_a_process_needs_stays_with_its_weights_until_that_is_said() 
     assert not run.path.exists()
 
 
-def test_a_mark_ends_with_its_holder() -> None:
-    run = made()
-    mark = pruning.Mark(run)
-    assert pruning.is_in_use(run)
-    del mark
-    assert not pruning.is_in_use(run)
-
-
 def test_a_mark_ends_with_its_process_and_not_with_its_forks() -> None:
     run = made(b"")
     reader, writer = os.pipe()
@@ -119,44 +99,6 @@ def test_a_mark_ends_with_its_process_and_not_with_its_forks() -> None:
     assert not pruning.is_in_use(run)
     for end in (reader, writer):
         os.close(end)
-
-
-def test_a_mark_of_another_host_holds_for_a_day() -> None:
-    run = made(b"")
-    mark = run.path / f"{pruning.IN_USE}1-abc"
-    mark.write_text(json.dumps({"pid": 1, "host": "elsewhere", "started": "x"}))
-    assert pruning.is_in_use(run)
-    os.utime(mark, (1e9, 1e9))
-    assert not pruning.is_in_use(run)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_what_is_no_mark_marks_nothing(text: str) -> None:
-    run = made(b"")
-    (run.path / f"{pruning.IN_USE}1-abc").write_text(text)
-    assert not pruning.is_in_use(run)
-
-
-def test_a_run_after_the_clock_was_set_back_is_not_the_first_to_go() -> None:
-    """All earlier runs are in the future then."""
-    earlier = [made(at=4e9 + n) for n in range(3)]
-    later = []
-    for _ in range(2):
-        later.append(made(b""))
-        pruning.prune(keep=3, newest=later[-1])
-        later[-1].launcher_events.write_bytes(OVER)
-    assert kept() == paths(earlier[-1], *later)
-
-
-@pytest.mark.parametrize("looks", [0, 1, 3, 6])
-def test_an_interrupt_ends_the_looking_at_runs_and_deletes_none(looks: int) -> None:
-    runs = [made() for _ in range(4)]
-    count = iter(range(1000))
-    pruning.prune(keep=1, is_over=lambda: next(count) >= looks)
-    assert len(run_folder.runs()) == len(runs)
-    assert next(count) < looks + 8, "it went on"
-    pruning.prune(keep=1)
-    assert len(run_folder.runs()) == 1
 
 
 def test_a_run_of_another_host_that_is_silent_for_minutes_is_not_deleted() -> None:

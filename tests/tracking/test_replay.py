@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import random
-import re
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -85,15 +84,6 @@ def test_a_long_run_is_folded_in_chunks_and_in_little_memory(
     assert state.curves == at_once.curves
 
 
-def test_a_clock_that_is_set_back_does_not_reorder_what_a_rank_said() -> None:
-    said: dict[int, Iterable[ev.Event]] = {
-        0: [ev.Metrics(t, 0, i, {"loss": float(i)}) for i, t in enumerate([1005, 1009, 1001, 1002])]
-    }
-    state = replay.read_state(written(said))
-    assert state.ranks[0].metrics["loss"] == 3.0
-    assert state.curves.logged["loss"].span == (0, 3)
-
-
 def test_what_ranks_wrote_comes_before_their_end_whatever_the_clocks_say() -> None:
     said: dict[int, Iterable[ev.Event]] = {
         r: [ev.Started(1001, r, 1), ev.Ended(1009, r)] for r in range(2)
@@ -103,21 +93,21 @@ def test_what_ranks_wrote_comes_before_their_end_whatever_the_clocks_say() -> No
     assert (state.status, [r.status for r in state.ranks]) == ("succeeded", ["done", "done"])
 
 
-def test_of_a_log_of_gigabytes_only_the_end_is_read_and_its_lines_are_counted() -> None:
+def test_of_a_long_log_only_the_end_is_read_and_its_lines_are_counted() -> None:
     folder = written({})
     with folder.log(0).open("wb") as file:
-        file.truncate(3 << 30)  # takes no room on the disk
+        file.truncate(256 << 20)  # takes no room on the disk
         file.seek(0, os.SEEK_END)
-        file.write(b"\n" + b"".join(b"line %d\n" % i for i in range(300_000)) + b"last")
+        file.write(b"\n" + b"".join(b"line %d\n" % i for i in range(30_000)) + b"last")
     tracemalloc.start()
     try:
         rank = replay.read_state(folder).ranks[0]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert rank.log_count == 300_002
+    assert rank.log_count == 30_002
     assert rank.log == (
-        *(f"line {i}" for i in range(300_001 - limits.MAX_LOG_LINES, 300_000)),
+        *(f"line {i}" for i in range(30_001 - limits.MAX_LOG_LINES, 30_000)),
         "last",
     )
     assert peak < 16 << 20
@@ -154,41 +144,6 @@ def test_a_lost_run_ended_when_something_was_last_written() -> None:
     assert 1e9 < (replay.read_state(folder).ended or 0) <= time.time()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_processes": "two"}, r"run\.json: num_processes is 'two'"),
-        ({"num_processes": 10**9}, "num_processes"),
-        ({"num_processes": True}, "num_processes"),
-        ({"created": "now"}, "created is 'now'"),
-        ({"created": math.nan}, "created"),
-        ({"format": 2}, r"run\.json has format 2.*newer"),
-        ({"format": "new"}, "format 'new'"),
-    ],
-)
-def test_a_damaged_manifest_says_what_is_wrong_in_the_list_too(
-    change: dict[str, Any], words: str
-) -> None:
-    folder = written({})
-    folder.manifest.write_text(json.dumps({**MANIFEST, **change}))
-    with pytest.raises(NbtrainError, match=words):
-        Run.open(folder.path)
-    (info,) = catalog.run_infos()
-    assert (info.name, info.status) == (folder.path.name, "unreadable")
-    assert re.search(words, info.outcome)
-
-
-def test_a_manifest_of_an_older_version_or_with_odd_texts_opens() -> None:
-    folder = written({0: training(0, 4)})
-    folder.manifest.write_text(json.dumps({"name": "old", "created": 5.0, "num_processes": 1}))
-    state = Run.open(folder.path).state
-    assert (state.mixed_precision, state.device, state.notes) == ("no", "cpu", ())
-    odd = {**MANIFEST, "name": 3, "engine": None, "device": [], "notes": 7, "host": [], "env": 1}
-    folder.manifest.write_text(json.dumps(odd))
-    assert "3" in Run.open(folder.path)._repr_html_()
-    assert len(catalog.run_infos()) == 1
-
-
 def test_a_file_that_is_none_is_named() -> None:
     folder = written({})
     folder.events(1).mkdir()
@@ -198,19 +153,6 @@ def test_a_file_that_is_none_is_named() -> None:
         Run.open(folder.launcher_events)  # a file, no folder
     with pytest.raises(FileNotFoundError):
         Run.open(folder.path.parent)
-
-
-def test_a_folder_that_goes_while_it_is_opened_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = written({0: training(0, 4)})
-    original = replay.initial_state
-
-    def goes(*args: Any) -> RunState:
-        folder.path.rename(folder.path.with_name(".going-run"))
-        return original(*args)
-
-    monkeypatch.setattr(replay, "initial_state", goes)
-    with pytest.raises(NbtrainError, match="was deleted"):
-        Run.open(folder.path)
 
 
 VALID = [
@@ -256,7 +198,7 @@ def mutated(event: ev.Event, chance: random.Random) -> bytes:
     return json.dumps(record).encode()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_lines_of_any_kind_open_draw_and_are_told(seed: int) -> None:
     chance = random.Random(seed)
     folder = written({})

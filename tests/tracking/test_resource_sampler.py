@@ -17,7 +17,7 @@ import nbtrain
 from nbtrain.system import gpus
 from nbtrain.system.gpus import Gpu, Holder
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import limits, resource_sampler
+from nbtrain.tracking import limits
 from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.resource_sampler import Sampler
 from tests.support.waiting import wait_until
@@ -88,16 +88,6 @@ def test_memory_and_cpu_are_those_of_the_rank_and_its_children(start: Any) -> No
     assert (busy.cpu or 0) > 5 * (idle.cpu or 0)
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_rank_that_ended_is_no_trouble_and_is_forgotten(start: Any) -> None:
-    pid = start(WAIT)
-    sampler = Sampler({0: pid, 1: 2**22 + 1}, "cpu")
-    assert {e.rank for e in rounds(sampler, 3)} == {0}
-    sampler.forget(0)
-    sampler.forget(1)
-    assert [e for e in sampler.sample() if isinstance(e, ev.Resources)] == []
-
-
 def test_the_host_is_told_first_with_what_limits_it() -> None:
     (seen,) = Sampler({}, "cpu").sample()
     assert isinstance(seen, ev.Host)
@@ -133,23 +123,6 @@ def test_gpus_are_told_as_soon_as_they_were_seen_and_nobody_waits_for_them(
     assert told.gpus == ((1, "Tesla", 3072 << 20, 16384 << 20, 42.0),)
     seen = [e for e in found if isinstance(e, ev.Resources)][-1]
     assert (seen.gpu, seen.gpu_memory) == (1, 2048 << 20)
-
-
-def test_what_a_process_holds_is_told_where_its_number_is_sure_to_be_its_own() -> None:
-    own, alive, foreign = os.getpid(), os.getppid(), 2**22 + 1  # the last: no process of here
-    stray, main = (
-        Gpu(0, "a", holders=(Holder(own, 300), Holder(alive, 9000))),
-        Gpu(1, "b", holders=(Holder(own, 2048),)),
-    )
-    assert resource_sampler.gpu_use(own, [stray, main]) == (1, 2048 << 20)
-    assert resource_sampler.gpu_use(own, [Gpu(0, "a", holders=(Holder(own, None),))]) == (
-        None,
-        None,
-    )
-    assert resource_sampler.gpu_use(own, []) == (None, None)
-    # One that does not exist here: these are the host's numbers, and this one a coincidence.
-    other = Gpu(2, "c", holders=(Holder(foreign, 100),))
-    assert resource_sampler.gpu_use(own, [stray, main, other]) == (None, None)
 
 
 def test_a_run_keeps_what_was_seen_of_it() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-import time
 from typing import Any
 
 import pytest
 
 from nbtrain.errors import NbtrainError
 from nbtrain.system import processes
-from nbtrain.tracking import limits, run_folder
+from nbtrain.tracking import run_folder
 
 HERE = {"host": platform.node(), "launcher": os.getpid()}
 
@@ -59,23 +58,6 @@ def test_only_the_end_of_what_the_launcher_wrote_is_read(monkeypatch: pytest.Mon
     )
     assert run_folder.is_watched(made(HERE, b"x" * (8 << 20)))
     assert max(read) <= 1 << 16
-
-
-def test_a_run_of_another_host_is_watched_while_its_files_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = made({**HERE, "host": "elsewhere"})
-    assert run_folder.is_watched(run)
-    with monkeypatch.context() as set_forward:  # here, and not at the server that dates the files
-        real = time.time
-        set_forward.setattr(time, "time", lambda: real() + 7200)
-        assert run_folder.is_watched(run)
-    before = time.time() - limits.REMOTE_RUN_SILENCE_S - 1
-    for path in run.path.iterdir():
-        os.utime(path, (before, before))
-    assert not run_folder.is_watched(run)
-    os.utime(run.launcher_events)
-    assert run_folder.is_watched(run)
 
 
 @pytest.mark.parametrize("text", [b"", b'{"na', b"[1]", b"\xff\xfe\x00", b"[" * 200_000, b"3"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -12,13 +10,10 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking import limits
 from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.state import ProgressBar, RankState, RunState
+from nbtrain.tracking.state import ProgressBar, RunState
 from nbtrain.ui import eta, rank_texts, run_texts, text_summary
-from nbtrain.ui import limits as ui_limits
-from nbtrain.ui.board import board, header, log_panel, theme
+from nbtrain.ui.board import board, log_panel, theme
 from tests.support.runs import picture
-
-GIB = 1 << 30
 
 
 def test_a_run_goes_through_its_states() -> None:
@@ -68,38 +63,6 @@ def test_the_innermost_moving_bar_is_shown_and_finished_ones_do_not_pile_up() ->
     assert len(fold(state, never_closed).ranks[0].bars) <= 17
 
 
-EPOCH = ev.Progress(1.0, 0, bar=0, n=1, total=4, elapsed=1.0, description="epoch")
-
-
-def test_bars_that_an_exception_ends_tell_where_it_was() -> None:
-    batch = ev.Progress(8.0, 0, bar=1, n=30, total=60, elapsed=7.0, description="batch")
-    epoch = replace(EPOCH, time=8.1, elapsed=8.1, closed=True)
-    cut = [replace(batch, time=8.1, closed=True), epoch]
-    rank = fold(picture(), [EPOCH, batch, *cut]).ranks[0]
-    assert rank_texts.bar_positions(rank) == "epoch: 2/4 › batch: 30/60"
-    assert eta.fraction(rank) == 1.5 / 4
-    ended = [replace(cut[0], n=60), replace(cut[1], n=4)]
-    rank = fold(picture(), [EPOCH, batch, *ended]).ranks[0]
-    assert rank_texts.bar_positions(rank) == "epoch: 4/4"
-    after = [
-        replace(batch, time=8.2 + i / 9, bar=2 + i, elapsed=0.1, closed=True) for i in range(3)
-    ]
-    assert (
-        rank_texts.bar_positions(fold(picture(), after).ranks[0]) == "batch: 30/60"
-    )  # a break, no nest
-
-
-def test_a_bar_that_has_ended_is_not_the_work_that_goes_on() -> None:
-    prepared = ev.Progress(8.0, 0, bar=0, n=60, total=60, elapsed=7.0, description="map")
-    begun = [ev.Started(1.0, 0, 8), prepared, replace(prepared, closed=True)]
-    state = fold(picture(1), begun)
-    assert eta.fraction(state.ranks[0]) is None
-    assert not {f.name for f in header.figures(state, 9.0)} & {"done", "left"}
-    assert eta.fraction(fold(state, [ev.Ended(9.0, 0, result="1")]).ranks[0]) == 1.0
-    trained = fold(state, [replace(EPOCH, bar=3, time=9.0)])
-    assert eta.fraction(trained.ranks[0]) == 1 / 4
-
-
 def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
     mapped = ev.Progress(2.0, 0, bar=0, n=90_000, total=180_000, elapsed=1.0, unit="examples")
     state = fold(picture(1), [ev.Started(1.0, 0, 8), mapped])
@@ -108,24 +71,6 @@ def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
     trained = fold(state, counts)
     assert rank_texts.pace(trained.ranks[0]).endswith(" steps/s")
     assert "examples/s" not in text_summary.summary(trained, 9.0)
-
-
-def test_the_slowest_bar_is_found_by_its_number_not_its_text() -> None:
-    bars = [
-        ev.Progress(2.0, r, bar=0, n=n, total=100, elapsed=1.0) for r, n in ((0, 10.2), (1, 8.29))
-    ]
-    state = fold(picture(2), [*(ev.Started(1.0, r, 8) for r in (0, 1)), *bars])
-    (shown,) = [f for f in header.figures(state, 2.5) if f.name == "throughput"]
-    assert shown.value == "8.29 it/s"
-
-
-def test_a_bar_does_not_go_back_between_its_parts() -> None:
-    trained = ev.Progress(8.0, 0, bar=1, n=60, total=60, elapsed=7.0, closed=True)
-    tested = ev.Progress(9.0, 0, bar=2, n=1, total=5, elapsed=1.0, description="test")
-    state = fold(picture(), [EPOCH, trained])
-    assert eta.fraction(state.ranks[0]) == 2 / 4
-    assert eta.fraction(fold(state, [tested]).ranks[0]) == 2 / 4
-    assert eta.fraction(fold(state, [replace(EPOCH, time=9.5, n=2)]).ranks[0]) == 2 / 4
 
 
 def test_the_log_keeps_the_last_lines_as_a_terminal_would_leave_them() -> None:
@@ -188,34 +133,6 @@ def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
     assert lines.ranks[0].error == "ValueError: 1 2\nthree"
 
 
-@pytest.mark.parametrize("elapsed", [math.inf, 1e308])
-def test_a_bar_that_takes_for_ever_leaves_a_board(elapsed: float) -> None:
-    state = fold(picture(), [ev.Progress(9, 0, bar, 5, 1000, elapsed) for bar in (0, 1)])
-    assert "left" not in text_summary.summary(state, 2.0).replace("∞ left", "")
-    assert board.render(state, 2.0)
-
-
-def test_nested_bars_are_worded_from_the_outside_in() -> None:
-    bars = [
-        ev.Progress(1, 0, bar=0, n=2, total=3, elapsed=11, description="epoch"),
-        ev.Progress(1, 0, bar=1, n=20, total=45, elapsed=2, description="batch"),
-    ]
-    rank = fold(picture(), bars).ranks[0]
-    assert rank_texts.position(rank) == "epoch: 3/3 › batch: 20/45 · 10.0 it/s · 2.5 s left"
-
-
-def test_the_time_left_is_that_of_all_epochs_with_and_without_a_bar() -> None:
-    """Rank 1 had no bar (`disable=`), and its time left was that of its epoch: 0.2 s for 7 s."""
-    loops = (("epoch", 7, 20, 1), ("batch", 4, 8, 1))
-    events = [
-        ev.TrainingUpdate(5.0, 0, steps=60, elapsed=5.0, loops=loops, batch=4, batches=8, epoch=8),
-        ev.Progress(5.0, 1, bar=0, n=7, total=20, elapsed=5.0),
-        ev.Progress(5.0, 1, bar=1, n=4, total=8, elapsed=0.3),
-    ]
-    looped, drawn = fold(picture(), events).ranks[:2]
-    assert rank_texts.time_left(looped) == rank_texts.time_left(drawn) == "8.3 s"
-
-
 def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
     echo = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
     gone = [ev.Ended(1, 0, echo), ev.Exited(1, 0, 1, "failed")]
@@ -250,22 +167,6 @@ def test_a_run_without_any_bar_has_one_from_its_training() -> None:
     assert rank_texts.position(unknown.ranks[0]) == "7 steps · 7.00 steps/s"
 
 
-def test_a_first_interval_counts_no_more_than_others_and_what_is_over_has_its_mean() -> None:
-    slow = trained(steps=1, elapsed=1.0, samples=8)  # a compilation, cuDNN's choice of a kernel
-    rest = [trained(steps=1 + 20 * i, elapsed=1.0 + i, samples=8 + 160 * i) for i in range(1, 4)]
-    state = fold(picture(1), [slow, *rest])
-    seen = state.ranks[0].progress
-    assert seen is not None
-    assert seen.step_rate is not None
-    assert 13 < seen.step_rate < 20  # the mean is 15.25; by full weight of the first, it was 9.6
-    ended = fold(state, [ev.Ended(5.0, 0), ev.Exited(5.0, 0, 0, "done")])
-    assert rank_texts.pace(ended.ranks[0]) == "15.0 steps/s"
-    over = fold(ended, [ev.Finished(5.0, -1, "succeeded")])
-    figure = header._throughput(over)
-    assert figure is not None
-    assert figure.value == "122"
-
-
 def test_rates_and_waiting_are_averaged_over_the_last_seconds() -> None:
     events = [trained(steps=10 * i, elapsed=i, waited=0.5 * i, samples=80 * i) for i in range(60)]
     seen = fold(picture(), events).ranks[0].progress
@@ -288,47 +189,6 @@ def test_a_running_rank_says_what_it_is_busy_with() -> None:
     assert "saving" in board.render(state, 3.0)
     assert rank_texts.badge(fold(state, [ev.Phase(3, 0, "")]).ranks[0]) == "running"
     assert rank_texts.badge(fold(state, [ev.Exited(3, 0, 0, "done")]).ranks[0]) == "done"
-
-
-def test_what_was_compiled_is_told_where_anything_was() -> None:
-    state = replace(picture(), engine="xla", device="xla")
-    assert "compiled" not in board.render(state, 3.0) + text_summary.summary(state, 3.0)
-    state = fold(state, [ev.Compiled(2, 0, 1, 0.25), ev.Compiled(3, 0, 3, 41.2)])
-    assert state.ranks[0].compiled == (3, 41.2)
-    assert "compiled</th>" in board.render(state, 4.0)
-    assert "3 in 41 s" in board.render(state, 4.0)
-    assert "compiled 3 in 41 s" in text_summary.summary(state, 4.0)
-    assert "2 ranks · xla · TPU" in run_texts.facts(state, 4.0)
-
-
-def test_devices_and_memory_are_worded() -> None:
-    gpus = tuple((i, "NVIDIA H200", 60 << 30, 141 << 30, 90.0 + i) for i in range(2))
-    state = fold(
-        replace(picture(), device="cuda"),
-        [
-            ev.Host(1, -1, int(41.2 * GIB), 64 * GIB, "cgroup", gpus),
-            *(ev.Resources(1, r, 1.0, 10**9, r, int(23.4 * GIB)) for r in range(2)),
-        ],
-    )
-    assert "2 × NVIDIA H200" in run_texts.facts(state, 2.0)
-    assert rank_texts.memory_use(state.ranks[1]) == "GPU 1 · 23.4 GiB"
-    assert run_texts.lines(state)[0] == (
-        "memory 41.2 of 64.0 GiB (cgroup) · fullest GPU 60.0 of 141 GiB · 90–91 % busy"
-    )
-    on_cpu = fold(picture(), [ev.Resources(1, 0, 0.98, 850 << 20)])
-    assert rank_texts.memory_use(on_cpu.ranks[0]) == "850 MiB"
-    assert rank_texts.cpu(on_cpu.ranks[0]) == "98 %"
-    assert rank_texts.cpu(fold(on_cpu, [ev.Exited(2, 0, 0, "done")]).ranks[0]) == ""
-    assert ">GPU 0 · 23.4 GiB<" in board.render(state, 2.0)
-
-
-def test_beyond_the_results_that_are_shown_there_is_only_their_number() -> None:
-    count = ui_limits.MAX_RANK_ROWS + 5
-    state = RunState("t", "fork", tuple(RankState(r, result=str(r)) for r in range(count)), 0.0)
-    lines, drawn = text_summary.summary(state, 1.0).splitlines(), board.render(state, 1.0)
-    assert {"  rank 15 → 15", "  5 more results"} <= set(lines)
-    assert ">5 more results<" in drawn
-    assert sum("→" in line for line in lines) == drawn.count("→ </span>") == ui_limits.MAX_RANK_ROWS
 
 
 def test_the_time_left_is_that_of_the_outermost_bar() -> None:
@@ -400,11 +260,3 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     scores = [ev.ArtifactSaved(101, rank, "scores", "value", 0, 600) for rank in (0, 1)]
     ended = [ev.Finished(102, -1, "succeeded"), ev.ArtifactLoaded(103, -1, "scores")]
     assert told(fold(picture(), scores + ended)) == ["scores: value from ranks 0–1 (1 KiB)"]
-
-
-def test_however_much_comes_home_the_picture_stays_small() -> None:
-    saved = [ev.ArtifactSaved(101, 0, f"v{i}", "value") for i in range(limits.MAX_ITEMS + 9)]
-    loaded = [ev.ArtifactLoaded(102, -1, f"v{i}") for i in range(limits.MAX_ITEMS + 9)]
-    state = fold(picture(), [*saved, *loaded])
-    assert len(state.ranks[0].saved) == len(state.loaded) == limits.MAX_ITEMS
-    assert len(told(state)) == ui_limits.MAX_RANK_ROWS

@@ -111,33 +111,11 @@ def test_what_a_run_writes_is_private_whatever_the_umask(
     assert open_to_others == {}
 
 
-@pytest.mark.usefixtures("open_umask")
-def test_a_runs_folder_that_was_open_to_others_is_closed_and_its_parent_is_left(
-    run_root: Path,
-) -> None:
-    root = run_folder.root()
-    root.mkdir(parents=True)
-    root.chmod(0o2777)
-    run_root.chmod(0o2775)
-    made()
-    assert stat.S_IMODE(root.stat().st_mode) == 0o2700
-    assert stat.S_IMODE(run_root.stat().st_mode) == 0o2775
-
-
 def test_what_is_open_to_others_is_deleted_in_its_turn() -> None:
     first, second = made(), made()
     first.path.chmod(0o777)
     pruning.prune(keep=1)
     assert list(run_folder.root().iterdir()) == [second.path]
-
-
-def test_a_group_of_the_user_alone_is_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With umask 002, and on volumes of Kubernetes with an fsGroup."""
-    run = made()
-    run.path.chmod(0o2770)
-    for has_others, count in ((False, 1), (True, 0)):
-        monkeypatch.setattr("nbtrain.system.files._has_others", lambda _, has=has_others: has)
-        assert len(run_folder.runs()) == count
 
 
 @is_root
@@ -188,8 +166,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.timeout(60)  # each of these waited for ever for somebody who writes to the pipe
-@pytest.mark.parametrize("plant", [_pipe, _device])
-@pytest.mark.parametrize("ends", ["well", "badly"])
+@pytest.mark.parametrize(("plant", "ends"), [(_pipe, "well"), (_device, "badly")])
 def test_a_pipe_or_a_device_in_place_of_any_file_of_a_run_holds_nobody(
     ends: str, plant: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -220,3 +197,16 @@ def test_a_pipe_or_a_device_in_place_of_any_file_of_a_run_holds_nobody(
                 read(planted)
         shutil.rmtree(planted, ignore_errors=True)
     assert nbtrain.launch(lambda: 1, num_processes=1, view="none").value == 1
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_runs_folder_that_was_open_to_others_is_closed_and_its_parent_is_left(
+    run_root: Path,
+) -> None:
+    root = run_folder.root()
+    root.mkdir(parents=True)
+    root.chmod(0o2777)
+    run_root.chmod(0o2775)
+    made()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o2700
+    assert stat.S_IMODE(run_root.stat().st_mode) == 0o2775

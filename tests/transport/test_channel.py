@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import nbtrain
 from nbtrain.transport import channel
 from nbtrain.transport.channel import (
     Channel,
@@ -88,14 +87,6 @@ def test_a_message_that_is_too_long_for_an_unknown_sender_is_not_read(size: int)
     other.close()
 
 
-def test_a_message_that_is_not_json_counts_as_the_end(pair: tuple[Channel, Channel]) -> None:
-    here, there = pair
-    text = b"not JSON"
-    os.write(here.fileno(), struct.pack("!IQ", len(text), 0) + text)
-    with pytest.raises(EOFError, match="JSON"):
-        there.receive()
-
-
 def test_a_listener_hands_out_connections(tmp_path: Path) -> None:
     listener = Listener(tmp_path)
     assert listener.accept(0.01) is None
@@ -110,18 +101,6 @@ def test_a_listener_hands_out_connections(tmp_path: Path) -> None:
     assert not os.path.exists(listener.address)
     with pytest.raises(FileNotFoundError):
         connect(listener.address)
-
-
-def test_an_unknown_sender_cannot_send_data() -> None:
-    listener = Listener("127.0.0.1")
-    there, here = connect(listener.address), listener.accept(5)
-    assert here is not None
-    with fill_memory_file(lambda file: file.write(b"x" * 100)) as file:
-        there.send({"secret": "a guess"}, file.fileno())
-    with pytest.raises(EOFError, match="bytes"):
-        here.receive()
-    for end in (here, there, listener):
-        end.close()
 
 
 def test_an_unknown_sender_has_seconds_for_its_first_message(
@@ -155,5 +134,5 @@ def test_a_temporary_file_replaces_a_forbidden_memory_file(
     monkeypatch.setattr(os, "memfd_create", forbidden)
     with memory_file() as file:
         file.write(b"x")
-    run = nbtrain.launch(int, "7", num_processes=2, engine="spawn", view="none")
-    assert run.results == [7, 7]
+        file.seek(0)
+        assert file.read() == b"x"

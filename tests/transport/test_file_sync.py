@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.transport import file_sync
 from nbtrain.transport.file_sync import FileCopies, read_appended
 from nbtrain.transport.limits import CHUNK_BYTES
 
@@ -119,12 +118,3 @@ def test_what_a_full_disk_does_not_take_is_asked_for_again(there: Path, here: Pa
         assert not copy.add(read_appended(there, copy.have))
     assert copy.add(read_appended(there, copy.have))
     assert (here / "a").read_bytes() == b"0123456789"
-
-
-def test_a_deleted_folder_is_no_error(there: Path, here: Path) -> None:
-    copy = FileCopies(here, ["a"])
-    here.rmdir()
-    assert not copy.add({"a": (0, b"x")})
-    there.rmdir()
-    assert read_appended(there, {"a": 0}) == {}
-    assert file_sync.file_size(there, "a") == 0

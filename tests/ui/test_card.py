@@ -27,7 +27,9 @@ def texts(svg: str) -> list[str]:
     return ["".join(each.itertext()) for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
 
 
-@pytest.mark.parametrize("name", board_states.STATES)
+@pytest.mark.parametrize(
+    "name", [name for name in board_states.STATES if name not in ("ranks-64", "ranks-1024")]
+)
 def test_every_state_has_a_card_that_stands_alone(name: str) -> None:
     svg = card(*board_states.drawn_at(name)).svg
     assert texts(svg)
@@ -54,16 +56,11 @@ def test_a_card_says_what_ran_and_what_came_of_it() -> None:
     assert {"6,144", "samples/s", "epoch", "training", "waiting for data"} <= set(said)
 
 
-def test_a_card_of_a_failure_names_rank_line_and_error() -> None:
-    said = texts(card(*board_states.drawn_at("failed")).svg)
-    assert "rank 1 at line 12 of the cell" in said
-    assert any(text.startswith("ValueError: Expected input batch_size") for text in said)
-
-
 @pytest.mark.parametrize(
     ("name", "texts_of_it"),
     [
         ("slow-data", ("running, rank 3 slow", "rank 3 waits for data 44 % of the time")),
+        ("failed", ("rank 1 at line 12 of the cell", "ValueError: Expected input batch_size")),
         ("hung", ("stuck for 0:43", "rank 2 is at In[3], line 9")),
         ("lost", ("lost", "the process that watched the run ended")),
         ("results-lost", ("failed", "could not be saved")),
@@ -109,9 +106,7 @@ def test_a_run_draws_its_card_as_the_value_of_a_cell(notebook: Notebook, tmp_pat
     notebook.run("import nbtrain, time")
     notebook.run(
         "def train():\n"
-        "    for i in range(40):\n"
-        "        nbtrain.log(step=i, loss=1 / (1 + i))\n"
-        "        time.sleep(0.1)\n"
+        "    for i in range(40): nbtrain.log(step=i, loss=1 / (1 + i))\n"
         "    return 0.5\n"
         "run = nbtrain.launch(train, num_processes=2)"
     )

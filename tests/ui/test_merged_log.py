@@ -45,11 +45,6 @@ def test_a_line_that_all_ranks_print_is_there_once(
     ]
 
 
-def test_steps_that_are_counted_in_brackets_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    state = run_of("[1/2] load;[2/2] train", "[1/2] load;[2/2] train")
-    assert printed(capsys, state) == ["[ranks 0–1] [1/2] load", "[ranks 0–1] [2/2] train"]
-
-
 def test_a_line_waits_for_other_ranks_that_print_it_soon(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -60,14 +55,6 @@ def test_a_line_waits_for_other_ranks_that_print_it_soon(
 def test_what_one_rank_prints_alone_keeps_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     state = run_of("x;both", "both;y")
     assert printed(capsys, state) == ["[rank 0] x", "[ranks 0–1] both", "[rank 1] y"]
-
-
-def test_many_ranks_that_print_different_lines_lose_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    state = run_of(*(f"of {r};same" for r in range(40)))
-    shown = printed(capsys, state)
-    assert {f"[rank {r}] of {r}" for r in range(40)} <= set(shown)
 
 
 def test_a_line_is_printed_while_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

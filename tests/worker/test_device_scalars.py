@@ -16,7 +16,7 @@ import torch
 
 import nbtrain
 from nbtrain.tracking import events as ev
-from nbtrain.worker import device_scalars, limits
+from nbtrain.worker import device_scalars
 from nbtrain.worker.device_scalars import GraphCaptures, ScalarReader
 from tests.support.runs import events, launch
 
@@ -89,53 +89,6 @@ def test_a_group_has_arrived_when_it_has_from_each_of_its_devices(cuda: Cuda) ->
     assert got == [{"a": 1.0, "b": 2.0}]
 
 
-def test_values_keep_their_order_and_the_last_are_waited_for(cuda: Cuda) -> None:
-    values, got = ScalarReader(), []
-    cuda.done = set()
-    for i in range(3):
-        values.submit({"a": cuda.scalar(float(i))}, keep(got))
-    values.deliver()
-    assert got == []
-    values.deliver(at_least=limits.MAX_PENDING_SCALARS)
-    assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
-
-
-def test_there_are_not_more_under_way_than_most(cuda: Cuda, monkeypatch: Any) -> None:
-    monkeypatch.setattr(limits, "MAX_PENDING_SCALARS", 2)
-    never = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
-    stream = SimpleNamespace(device="cuda:0", record_event=lambda: never)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    values, got = ScalarReader(), []
-    for i in range(5):
-        values.submit({"a": cuda.scalar(float(i))}, keep(got))
-    assert got == [{"a": 0.0}, {"a": 1.0}, {"a": 2.0}]
-
-
-def test_threads_that_log_at_once_lose_nothing_and_may_log_when_told(cuda: Cuda) -> None:
-    values, got, again = ScalarReader(), [], []
-
-    def then(read: dict[str, Any]) -> None:
-        got.append(read["a"])
-        values.submit({"b": cuda.scalar(read["a"])}, lambda more: again.append(more["b"]))
-
-    def log(thread: int) -> None:
-        for i in range(200):
-            values.submit({"a": cuda.scalar(1000.0 * thread + i)}, then)
-            values.deliver()
-
-    threads = [threading.Thread(target=log, args=(i,), daemon=True) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    values.deliver(at_least=limits.MAX_PENDING_SCALARS)
-    assert len(got) == len(set(got)) == len(again) == 1600
-    for thread in range(8):
-        own = [value for value in got if value // 1000 == thread]
-        assert own == sorted(own)
-
-
 def test_while_another_thread_records_a_graph_cuda_is_asked_for_nothing(cuda: Cuda) -> None:
     values, got = ScalarReader(), []
     cuda.done = set()
@@ -149,35 +102,6 @@ def test_while_another_thread_records_a_graph_cuda_is_asked_for_nothing(cuda: Cu
     device_scalars.captures.count = 0
     values.deliver()
     assert got == [{"a": 1.0}, {"a": 2.0}]
-
-
-def test_what_is_being_recorded_has_no_value(cuda: Cuda) -> None:
-    values, got = ScalarReader(), []
-    cuda.recording = True
-    values.submit({"a": cuda.scalar(1.0)}, keep(got))
-    assert (got, cuda.copied) == ([{}], [])
-
-
-def test_recordings_are_counted_from_their_begin_to_their_end() -> None:
-    class Graph:
-        def capture_begin(self, fail: bool = False) -> None:
-            if fail:
-                raise RuntimeError
-
-        capture_end = capture_begin
-
-    captures = GraphCaptures()
-    captures.watch(Graph)
-    one, two = Graph(), Graph()
-    one.capture_begin()
-    two.capture_begin()
-    assert captures.count == 2
-    one.capture_end()
-    with pytest.raises(RuntimeError):
-        two.capture_end(fail=True)
-    with pytest.raises(RuntimeError):
-        one.capture_begin(fail=True)
-    assert captures.count == 0
 
 
 def test_torchs_graphs_begin_and_end_where_they_are_watched() -> None:

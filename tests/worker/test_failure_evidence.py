@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -68,46 +67,6 @@ def test_a_refused_fork_is_not_confused_with_a_socket_that_is_not_ready() -> Non
         line = failure_evidence.evidence(caught(refused))[0]
         assert line == ("fork refused", f"the system refused a new {what}")
     assert failure_evidence.evidence(caught(receive)) == ()
-
-
-def test_of_ordinary_and_hostile_exceptions_nothing_is_seen() -> None:
-    assert failure_evidence.evidence(caught(lambda: 1 / 0)) == ()
-
-    class Hostile(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no")
-
-    assert failure_evidence.evidence(caught(lambda: (_ for _ in ()).throw(Hostile()))) == ()
-    loop = ValueError("x")
-    loop.__context__ = KeyError("y")
-    loop.__context__.__context__ = loop
-    assert failure_evidence.evidence(loop) == ()
-
-
-def test_no_handler_raises_into_the_report() -> None:
-    def handler(*_args: object) -> None:
-        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
-
-    before = signal.signal(signal.SIGCHLD, handler)
-    try:
-        with failure_evidence.ignore_child_signals():
-            os.kill(os.getpid(), signal.SIGCHLD)
-        assert signal.getsignal(signal.SIGCHLD) is handler
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-def test_elsewhere_than_in_the_main_thread_it_does_nothing() -> None:
-    done: list[bool] = []
-
-    def look() -> None:
-        with failure_evidence.ignore_child_signals():
-            done.append(True)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert done == [True]
 
 
 def raise_again(*_: object) -> None:

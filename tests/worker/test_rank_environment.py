@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
-import io
 import multiprocessing
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,20 +29,6 @@ def split_prompts() -> tuple[int, list[str]]:
 
 def test_a_plain_partial_state_joins_the_world_of_cpu_ranks() -> None:
     assert launch(split_prompts, n=2).results == [(2, ["a", "b"]), (2, ["c", "d"])]
-
-
-def load_to_the_ranks_device(saved: bytes) -> tuple[str, int]:
-    from accelerate import PartialState
-
-    device = PartialState().device
-    return str(device), torch.load(io.BytesIO(saved), map_location=device)["x"].sum().item()
-
-
-def test_what_was_saved_is_loaded_to_the_device_of_a_cpu_rank() -> None:
-    saved = io.BytesIO()
-    torch.save({"x": torch.ones(3, dtype=torch.int)}, saved)
-    launched = launch(load_to_the_ranks_device, saved.getvalue(), n=2)
-    assert launched.results == [("cpu", 3), ("cpu", 3)]
 
 
 def sum_of_ranks() -> float:
@@ -75,14 +57,6 @@ def by_address(port: int) -> float:
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     return sum_of_ranks()
-
-
-def at_the_runs_port_by_another_name() -> float:
-    return by_environment(int(os.environ["MASTER_PORT"]))
-
-
-def test_the_runs_own_port_is_served_by_the_launcher_whatever_the_host_is_called() -> None:
-    assert launch(at_the_runs_port_by_another_name, n=2).results == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("train", [by_environment, by_address])
@@ -118,25 +92,6 @@ def test_a_rank_that_has_returned_stays_for_the_work_that_it_queued(sync: bool) 
     assert model.weight.item() == (2.0 if sync else 1.0)
 
 
-def references_to_a_destroyed_group() -> int:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    alive = [weakref.ref(dist.group.WORLD), weakref.ref(dist.new_group([0]))]
-    dist.destroy_process_group()
-    gc.collect()
-    return sum(group() is not None for group in alive)
-
-
-@pytest.mark.parametrize(("version", "kept"), [("2.7.1", 2), ("2.8.0", 0)])
-def test_a_destroyed_group_is_kept_where_freeing_it_may_hang(
-    monkeypatch: pytest.MonkeyPatch, version: str, kept: int
-) -> None:
-    """Torch's fault below 2.8: what it frees with the GIL held waits for threads that need it."""
-    monkeypatch.setattr(torch, "__version__", version)
-    assert launch(references_to_a_destroyed_group, n=1).value == kept
-
-
 @pytest.fixture
 def _python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the default start method of Python 3.14."""
@@ -163,43 +118,6 @@ def test_workers_of_a_loader_know_what_the_notebook_defined(asked_before: bool) 
     if asked_before:
         assert multiprocessing.get_start_method() == "forkserver"  # from now on it counts as set
     assert launch(train, n=1).value == ([0, 1, 4, 9], "fork")
-
-
-@pytest.mark.usefixtures("_python_3_14")
-def test_a_start_method_that_the_notebook_has_set_stays() -> None:
-    multiprocessing.set_start_method("spawn", force=True)
-    assert launch(multiprocessing.get_start_method, n=1).value == "spawn"
-
-
-def test_a_function_may_leave_its_group_before_its_ddp_model_is_freed() -> None:
-    def train() -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-        for _ in range(10):
-            model(torch.ones(8, 4)).sum().backward()
-        dist.destroy_process_group()
-
-    for _ in range(6):  # a rank hung in every second run
-        assert launch(train, n=2, timeout=100).state.outcome == "succeeded"
-
-
-def forks_with_tokenizers() -> tuple[str | None, str | None]:
-    import tokenizers  # noqa: F401
-
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.write(write, os.environ.get("TOKENIZERS_PARALLELISM", "not set").encode())
-        os._exit(0)
-    os.wait()
-    return os.read(read, 100).decode(), os.environ.get("TOKENIZERS_PARALLELISM")
-
-
-def test_tokenizers_announce_nothing_in_the_workers_of_a_fresh_rank() -> None:
-    """By the variable that they ask: those of 0.23 announce nothing anyway."""
-    run = launch(forks_with_tokenizers, n=1, engine="spawn")
-    assert run.results == [("false", None)]
 
 
 PREPARED = {
@@ -252,50 +170,6 @@ def test_a_model_that_the_notebook_prepared_for_itself_is_synchronised_in_the_ra
     assert notebook.value("model.weight.sum().item()") == pytest.approx(one)
 
 
-def test_a_state_that_could_not_be_made_is_as_accelerate_leaves_it() -> None:
-    def train() -> str:
-        from accelerate import PartialState
-
-        with pytest.raises(ValueError, match="no-such-backend"):
-            PartialState(backend="no-such-backend")
-        return str(PartialState().device)
-
-    assert launch(train, n=2).results == ["None", "None"]  # Accelerate 1.0 to 1.15
-
-
-def test_a_model_that_is_prepared_twice_in_a_rank_is_wrapped_once() -> None:
-    from accelerate import Accelerator
-
-    if "_is_accelerate_prepared" not in inspect.getsource(Accelerator.prepare_model):
-        pytest.skip("this Accelerate wraps it twice")
-
-    def twice() -> bool:
-        accelerator = Accelerator()
-        model = accelerator.prepare(torch.nn.Linear(2, 2))
-        return bool(accelerator.prepare(model) is model)
-
-    assert launch(twice, n=2).results == [True, True]
-
-
-def prepare_what_is_not_trained() -> list[str]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    teacher = torch.nn.Linear(2, 2).requires_grad_(False)
-    prepared = [
-        accelerator.prepare(torch.nn.CrossEntropyLoss()),
-        accelerator.prepare(teacher),
-        *accelerator.prepare(torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 2)),
-        accelerator.prepare_model(torch.nn.ReLU(), True),
-    ]
-    return [type(each).__name__ for each in prepared]
-
-
-def test_what_has_nothing_to_train_is_prepared_as_it_is() -> None:
-    names = ["CrossEntropyLoss", "Linear", "BatchNorm1d", "DistributedDataParallel", "ReLU"]
-    assert launch(prepare_what_is_not_trained, n=2).results == [names, names]
-
-
 def train_by_accelerate(model: torch.nn.Module) -> tuple[object, ...]:
     from accelerate import Accelerator
 
@@ -325,14 +199,3 @@ def test_a_single_rank_trains_the_model_itself(engine: str) -> None:
     assert launch(train_by_accelerate, model, engine=engine).value == alone
     by_hand = launch(train_by_hand, model, engine=engine).value
     assert by_hand == ("DistributedDataParallel", *alone)
-
-
-def shard_alone(model: torch.nn.Module) -> str:
-    from accelerate import Accelerator
-
-    return str(Accelerator().distributed_type)
-
-
-def test_a_single_rank_that_asks_to_shard_has_a_group_of_one() -> None:
-    env = {"ACCELERATE_USE_FSDP": "true"}
-    assert launch(shard_alone, torch.nn.Linear(2, 2), env=env).value == "DistributedType.FSDP"

@@ -91,26 +91,6 @@ def test_a_training_is_interrupted_between_two_steps(
     assert max(counted for _, counted in run.results) > 2  # the other rank may lag behind
 
 
-def test_a_loop_that_asks_and_then_does_not_listen_is_interrupted_all_the_same(
-    stopper: threading.Thread,
-) -> None:
-    def train() -> str:
-        nbtrain.should_stop()
-        print("ready", flush=True)
-        try:
-            time.sleep(60)
-        except KeyboardInterrupt:
-            return "interrupted"
-        return "slept"
-
-    stopper.start()
-    with pytest.raises(KeyboardInterrupt):
-        nbtrain.launch(train, num_processes=1)
-    run = nbtrain.last_run()
-    assert run is not None
-    assert run.value == "interrupted"
-
-
 def test_a_stop_that_comes_while_the_launcher_looks_for_one_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,15 +131,6 @@ def test_an_interrupt_without_a_request_of_the_launcher_is_none(tmp_path: Path) 
         handler_of(tmp_path).on_fetch_or_backward(fetch=False)
 
 
-def test_it_is_raised_where_the_next_step_begins_and_once(tmp_path: Path) -> None:
-    handler = handler_of(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        handler.on_fetch_or_backward(fetch=True)
-    handler(signal.SIGINT, None)
-    handler.on_step(None)
-    handler.on_fetch_or_backward(fetch=True)
-
-
 def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Path) -> None:
     handler = StopOnRequest(tmp_path / "stop")
     (tmp_path / "stop").touch()
@@ -173,13 +144,3 @@ def test_between_two_optimizers_and_within_an_accumulation_it_waits(tmp_path: Pa
     handler.on_step(None)
     with pytest.raises(KeyboardInterrupt):
         handler.on_fetch_or_backward(fetch=True)
-
-
-def test_a_step_in_another_thread_leaves_the_interrupt_to_the_main_one(tmp_path: Path) -> None:
-    handler = handler_of(tmp_path)
-    thread = threading.Thread(target=handler.on_fetch_or_backward, kwargs={"fetch": True})
-    thread.start()
-    thread.join()
-    assert handler.is_due
-    with pytest.raises(KeyboardInterrupt):
-        handler.on_fetch_or_backward(fetch=False)

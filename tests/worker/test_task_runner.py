@@ -44,14 +44,6 @@ def test_coroutines_run_where_a_loop_runs_already() -> None:
     assert asyncio.run(notebook()) == 5
 
 
-def test_the_future_of_earlier_cells_holds() -> None:
-    import __future__
-
-    source = "def f(x: Undefined): ...\nf.__annotations__['x']"
-    flags = __future__.annotations.compiler_flag
-    assert task_runner.run_task(cell.read_cell(source, "<cell>", {}, flags)) == "Undefined"
-
-
 def test_a_missing_parameter_is_a_type_error_in_the_rank() -> None:
     with pytest.raises(TypeError, match="train\\(\\) missing 1 required positional argument: 'x'"):
         run("from math import *\ndef train(x): ...")

@@ -67,18 +67,3 @@ def test_a_checkpoint_that_is_saved_behind_the_function_is_there(tmp_path: Path)
 
     launch(train, torch.nn.Linear(256, 256), n=2)
     assert (tmp_path / "saved" / ".metadata").exists()
-
-
-def leave_a_thread(event: threading.Event) -> str:
-    threading.Thread(target=event.wait).start()
-    return "returned"
-
-
-def test_a_rank_that_is_the_kernel_waits_for_no_thread_without_a_group() -> None:
-    event = threading.Event()
-    try:
-        before = threading.active_count()
-        assert launch(leave_a_thread, event, engine="inline").value == "returned"
-        assert threading.active_count() > before  # it waits, and was not waited for
-    finally:
-        event.set()

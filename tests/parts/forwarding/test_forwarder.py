@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import queue
-import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from nbtrain.parts.forwarding import forwarder
 from nbtrain.parts.forwarding.forwarder import Forwarder
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RunState
 from tests.support.runs import picture
 
@@ -124,43 +118,3 @@ def test_who_presses_stop_at_the_end_waits_no_longer(
         ev.Finished(2.0, -1, "succeeded"), iter([False, True]).__next__
     )
     assert isinstance(note, ev.RunNote)
-
-
-def test_who_stopped_a_run_waits_for_no_tracker(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, other = ends
-    began = time.monotonic()
-    Forwarder(ours).finish(ev.Finished(2.0, -1, "interrupted"), never)
-    assert time.monotonic() - began < forwarder.END_TIMEOUT_S / 2
-    assert b"interrupted" in other.recv(1 << 16)
-
-
-def test_a_launcher_that_hangs_up_without_a_word_has_lost_the_run(
-    tmp_path: Path, ends: tuple[socket.socket, socket.socket]
-) -> None:
-    ours, other = ends
-    ours.close()
-    folder = RunFolder(tmp_path / "deleted")  # its launcher may live or not: nobody can know
-    followed: queue.SimpleQueue[RunState] = queue.SimpleQueue()
-
-    def follow() -> None:
-        followed.put(forwarder._follow(folder, picture(), other, []))
-
-    threading.Thread(target=follow, daemon=True).start()
-    assert followed.get(timeout=30).status == "lost"
-
-
-def test_a_process_with_thousands_of_descriptors_hears_of_trouble(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    ours, other = ends
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
-    try:
-        high = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 1100))
-        other.sendall(b"tensorboard: the tracker failed\n")
-        with high:
-            (note,) = Forwarder(high).notes()
-        assert isinstance(note, ev.RunNote)
-        assert note.text == "tensorboard: the tracker failed"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import nbtrain
-from nbtrain.parts.forwarding import forwarder
 from tests.support.hangs import launched
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -83,22 +79,6 @@ def test_a_run_that_ends_is_told_in_a_headline_and_three_lines(
     assert SECRET not in run._repr_html_() + str(run.to_dict())
 
 
-def test_a_run_whose_result_is_wrong_is_no_success(server: tuple[str, Inbox]) -> None:
-    def diverge() -> None:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            (model(torch.ones(1, 2)).sum() * math.nan).backward()
-            optimizer.step()
-
-    url, inbox = server
-    run = launch(diverge, n=1, notify=url)
-    assert run.state.flaw
-    message = inbox.get(timeout=60)
-    assert message["type"] == "warning"
-    assert message["message"].splitlines()[0] == run.state.notes[0]
-
-
 def test_a_failure_is_told_with_the_rank_and_its_error(server: tuple[str, Inbox]) -> None:
     url, inbox = server
     with pytest.raises(ValueError, match="oops"):
@@ -133,17 +113,6 @@ def test_a_dead_address_costs_one_note_that_does_not_show_it() -> None:
     assert has_secret(run.folder) == []
 
 
-def test_a_service_that_never_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarder, "END_TIMEOUT_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        run = launch(train, n=2, notify=f"json://127.0.0.1:{port}/{SECRET}?rto=600&cto=600")
-    (note,) = run.state.findings
-    assert (run.state.status, note.code) == ("succeeded", "not-forwarded")
-    assert note.text.startswith("--notify: ")
-    assert has_secret(run.folder) == []
-
-
 @pytest.mark.parametrize("empty", ["", [" "], ["", "json://localhost:1/x"]])
 def test_an_empty_address_is_told(empty: str | list[str]) -> None:
     run = launch(train, n=1, notify=empty)
@@ -167,13 +136,6 @@ def test_a_background_run_whose_kernel_dies_is_told(
     assert "interrupted" in message["title"]
     assert "kernel" in message["message"]
     assert inbox.empty()
-
-
-def test_an_address_of_no_service_is_a_note_too() -> None:
-    run = launch(train, n=1, notify=f"nosuch://{SECRET}")
-    (note,) = run.state.notes
-    assert "apprise does not know an address of this form" in note
-    assert SECRET not in note
 
 
 def test_nothing_that_prints_a_plan_shows_the_address() -> None:

@@ -17,7 +17,7 @@ import torch
 import nbtrain
 from nbtrain.errors import MissingExtra, PlanError
 from nbtrain.parts.forwarding import trackers
-from nbtrain.parts.forwarding.trackers import Machine, StepMeans
+from nbtrain.parts.forwarding.trackers import StepMeans
 from nbtrain.planning.option_types import TRACKERS
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.run_folder import RunFolder
@@ -204,39 +204,9 @@ def test_a_step_waits_for_the_slowest_rank_and_steps_are_sent_in_order() -> None
     assert means.rest() == [(40, {"loss": 40.0})]
 
 
-def test_after_a_restart_a_step_waits_for_all_ranks_again() -> None:
-    means = StepMeans()
-    both = [logged(0, 3), logged(1, 3)]
-    assert means.add([*both[0], *both[1]], 2) == []
-    again = [ev.Attempt(200.0, -1, 2, "rank 1 failed"), *logged(0, 0, 1, at=200.0)]
-    assert means.add(again, 2) == [(3, {"loss": 3.5})]
-    assert means.add(logged(1, 0, 1, at=200.0), 2) == [(0, {"loss": 0.5})]
-
-
-def test_steps_without_a_number_are_not_remembered() -> None:
-    means = StepMeans()
-    for step in range(100):
-        means.add([ev.Metrics(100.0 + step, 0, step, {"phase": "warm up"})], 1)
-    assert len(means._began) == 0
-
-
 def test_the_logger_of_trackers_has_all_that_accelerate_calls() -> None:
     from accelerate import tracking
 
     called = set(re.findall(r"\blogger\.(\w+)\(", inspect.getsource(tracking)))
     assert called
     assert not {name for name in called if not hasattr(trackers._Logger("test"), name)}
-
-
-def test_figures_of_the_machine_are_sent_now_and_then_as_means() -> None:
-    machine, gib = Machine(), 1 << 30
-    gpus = ((0, "card", gib, 2 * gib, 50.0),)
-    first = [ev.Resources(1.0, 0, cpu=1.0, memory=gib), ev.Resources(1.0, 1, cpu=3.0, memory=gib)]
-    assert machine.add([*first, ev.Host(2.0, -1, used=4 * gib, gpus=gpus)]) == {}
-    assert machine.add([ev.Host(20.0, -1, used=6 * gib)]) == {
-        "system/cpu cores per rank": 2.0,
-        "system/memory GiB per rank": 1.0,
-        "system/host memory GiB": 5.0,
-        "system/gpu 0 percent": 50.0,
-    }
-    assert machine.means() == {}

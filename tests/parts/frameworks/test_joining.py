@@ -123,7 +123,6 @@ def test_losses_on_all_ranks_equal_those_of_one_process(notebook: Notebook, pack
     launch = "run = nbtrain.launch(train, num_processes={}, {})"
     ways = {
         "fork": (2, launch.format(2, "engine='fork'")),
-        "four ranks": (4, launch.format(4, "")),
         "background": (2, launch.format(2, "background=True"), "run.wait()"),
         "spawn": (2, launch.format(2, "engine='spawn'")),
     }
@@ -156,21 +155,3 @@ def test_one_rank_has_no_world_and_what_the_user_sets_stays(notebook: Notebook) 
     assert [config["task"] for config in configs] == [
         {"type": "worker", "index": i} for i in (0, 1)
     ]
-
-
-def test_what_code_elsewhere_sets_stays_and_one_process_strategies_are_left_alone(
-    notebook: Notebook,
-) -> None:
-    pytest.importorskip("tensorflow", reason="needs tensorflow")
-    notebook.run("def configure():\n    import os\n    os.environ['TF_CONFIG'] = '{\"mine\": 1}'")
-    configured = (
-        "configure()\n    import tensorflow, os\n    return os.environ.get('TF_' + 'CONFIG')"
-    )
-    alone = (
-        "import tensorflow as tf\n    if nbtrain.rank() == 0:\n"
-        "        return tf.distribute.MirroredStrategy().num_replicas_in_sync"
-    )
-    for body, expected in ((configured, ['{"mine": 1}'] * 2), (alone, [1, None])):
-        out = notebook.run(f"%%distributed -n 2\ndef train():\n    {body}", timeout=200)
-        assert not out.ename, out.traceback
-        assert notebook.value("nbtrain.last_run().results") == expected

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +38,6 @@ class Row:
 
 
 ROWS = {
-    "jax.devices()": Row("JAX", "import jax", JAX_USE, "jax.devices()"),
     "jax arrays": Row(
         "JAX",
         "import jax, jax.numpy as jnp, optax, torch\nfrom flax import linen",
@@ -159,88 +155,23 @@ def ranks(kernel: Notebook, options: str, use: str) -> tuple[str, object, list[s
     return engine, value, [code for code in codes if code != "lone-framework"]
 
 
-def test_the_place_is_named_whoever_computes_and_whenever_nbtrain_was_loaded(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    needs("jax")
-    use = "%%distributed -n 2 -e fork --view none\njax.devices()"
-    early = "import jax, threading\njax.devices()"
-    thread = (
-        "import asyncio, jax\nasync def later():\n    await asyncio.sleep(0)\n    jax.devices()\n"
-        "task = asyncio.get_running_loop().create_task(later())"
-    )
-    for cells, place in (
-        ((early, "%load_ext nbtrain"), "(before nbtrain was loaded)"),
-        (("%load_ext nbtrain", thread, "task.done()"), "(code that ran between two cells)"),
-    ):
-        kernel = start_kernel()
-        for cell in cells:
-            out = kernel.run(cell)
-            assert not out.ename, out.traceback
-            assert "initialised" not in out.stdout
-        out = kernel.run(use)
-        assert out.ename == "PreflightError"
-        assert place in out.evalue
-
-
-def test_what_has_no_fresh_process_is_refused_and_says_why(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    needs("jax")
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nimport nbtrain, jax, threading\nlock = threading.Lock()")
-    kernel.run("device = jax.devices()[0]\ndef train():\n    return jax.numpy.ones(3)")
-    out = kernel.run("%%distributed -n 2 --view none\nlock, jax.numpy.ones(3)")
-    assert out.ename == "PlanError"
-    assert "`lock`" in out.evalue
-    assert "JAX has computed in this kernel (In[2], line 1: " in out.evalue
-    out = kernel.run("nbtrain.notebook_launcher(train, (), num_processes=1, num_nodes=2)")
-    assert out.ename == "PreflightError"
-    assert "spawn" not in out.evalue
-    kernel.run("%%distributed -n 1 -e inline --view none\nfloat(jax.numpy.ones(3).sum())")
-    assert kernel.value(f"{ENGINE}, nbtrain.last_run().value, {CODES}") == ("inline", 3.0, [])
-
-
-def test_live_ranks_are_fresh_processes_and_keep_what_they_compute_themselves(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    needs("jax")
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nimport nbtrain, jax")
-    use = "%%distributed --view none\nx = jax.numpy.ones(9); float(x.sum())"
-    for state, options, engine in (("", "", "fork"), ("jax.devices()", "", "spawn")):
-        kernel.run(state)
-        kernel.run(f"%nbtrain start -n 1 {options}", timeout=100)
-        for _again in range(2):
-            assert not (out := kernel.run(use, timeout=60)).ename, out.traceback
-            assert kernel.value(f"{ENGINE}, nbtrain.last_run().value") == (engine, 9.0)
-        kernel.run("%nbtrain stop")
-    kernel.run("%nbtrain start -n 1 -e fork")
-    out = kernel.run(use)
-    kernel.run("%nbtrain stop")
-    assert out.ename == "RuntimeError"
-    assert "--engine spawn" in out.evalue
-
-
 WITHOUT = """
 import sys, nbtrain
-from nbtrain.lifecycle.launch_sides import launch_sides
 
-def train():
+def imported():
     return sorted(name for name in sys.modules if name.startswith("nbtrain.parts.frameworks."))
-
-print(train())
-print(nbtrain.launch(train, num_processes=2, view="none").value)
-print(train())
 """
 
 
-def test_a_launch_without_them_imports_no_more_than_the_two_sides(run_root: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=100, check=True
-    )
+def test_a_launch_without_them_imports_no_more_than_the_two_sides(
+    start_kernel: Callable[..., Notebook],
+) -> None:
+    kernel = start_kernel()
+    kernel.run(WITHOUT)
+    assert kernel.value("imported()") == []
+    kernel.run("run = nbtrain.launch(imported, num_processes=2, view='none')")
     sides = [f"nbtrain.parts.frameworks.{side}_side" for side in ("launch", "rank")]
-    assert done.stdout.splitlines() == ["[]", str(sides), str(sides)]
+    assert kernel.value("run.results, imported()") == ([sides, sides], sides)
 
 
 def test_a_kernel_with_tensorflow_outlives_what_is_imported_ahead(

@@ -59,31 +59,10 @@ w""",
 jax.debug.visualize_array_sharding(xs)
 ends, jax.make_jaxpr(jnp.sort)(w)""",
     ),
-    "keras": (
-        """import os
-os.environ |= {"KERAS_BACKEND": "jax", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-import keras, numpy
-keras.utils.set_random_seed(1)
-keras.distribution.set_distribution(keras.distribution.DataParallel())
-keras.distribution.list_devices()""",
-        """model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-model.summary()
-model.compile(keras.optimizers.Adam(0.1), "mse", metrics=["mae"])
-x = numpy.linspace(0, 1, 96, dtype="float32").reshape(32, 3)
-
-class Print(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs):
-        print(batch, sorted(logs))
-
-fit = model.fit(x, x.sum(1), batch_size=8, epochs=2, shuffle=False, callbacks=[Print()])
-fit.history""",
-        "model.evaluate(x, x.sum(1)), model.predict(x[:8], verbose=0).shape, model.get_weights()",
-    ),
 }
 WHAT_A_RANK_WATCHES = {
     "tensorflow": "keras.src.callbacks.callback_list:CallbackList.on_train_batch_end",
     "jax": "jax._src.compiler:compile_or_get_cached",
-    "keras": "keras.src.callbacks.callback_list:CallbackList.on_train_batch_end",
 }
 
 

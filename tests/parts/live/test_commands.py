@@ -21,18 +21,7 @@ def test_ranks_are_read(text: str, ranks: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "a",
-        "0-",
-        "-1",
-        "1,,2",
-        "4",
-        "0-9",
-        f"0-{10**9 - 1}",
-        f"0,{'9' * 5000}",
-        f"{'9' * 5000}-0",
-    ],
+    ["", "a", "0-", "1,,2", "4", f"0-{10**9 - 1}", f"{'9' * 5000}-0"],
 )
 def test_what_names_no_ranks_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="rank"):

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
 import nbtrain
-from nbtrain.engines import rendezvous
 from nbtrain.errors import LaunchError, PlanError
-from nbtrain.parts.nodes import engine
 from nbtrain.planning.plan import Call, Plan
 from nbtrain.planning.world import Placement
-from nbtrain.system import network
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.transport.job import Job
 from nbtrain.worker.rank_environment import rank_environment
 from tests.support.kernel import Notebook, Outputs
 from tests.support.ports import free_port
-from tests.support.strangers import HALF_A_MESSAGE, Strangers
-from tests.support.waiting import wait_until
 
 SETUP = """
 %load_ext nbtrain
@@ -133,12 +125,6 @@ def test_two_notebooks_train_as_one_world(pair: Pair) -> None:
     assert "node 1 of 2: ranks 2 to 3 of 4" in outs[1].board
 
 
-def test_node_0_serves_the_store_until_the_ranks_of_all_nodes_are_done(pair: Pair) -> None:
-    outs = pair.both(f"run = notebook_launcher(train, (model, False, 3), {LAUNCH})")
-    assert [out.ename for out in outs] == ["", ""], outs[0].traceback + outs[1].traceback
-    assert pair.kernels[0].value("run.state.elapsed(0.0) >= 3")
-
-
 def test_a_rank_that_fails_is_named_on_its_node_and_ends_the_other(pair: Pair) -> None:
     outs = pair.both(f"run = notebook_launcher(train, (model, True), {LAUNCH})")
     assert [out.ename for out in outs] == ["RuntimeError", "ValueError"]
@@ -162,24 +148,6 @@ def test_a_node_that_waits_says_so_and_hears_an_interrupt(pair: Pair, node: int)
     out = kernel.run(cell, interrupt_on="waiting for the other nodes", timeout=25)
     assert out.ename == "KeyboardInterrupt"
     assert kernel.value("[a == b for a, b in zip(before, kernel())]") == [True] * 4
-
-
-def test_an_interrupt_is_heard_by_a_node_whose_port_strangers_hold(pair: Pair) -> None:
-    port, strangers = free_port(), list[Strangers]()
-
-    def come(outputs: Outputs) -> None:
-        if "node 1 has not come" in str(outputs) and not strangers:
-            strangers.append(Strangers(port, HALF_A_MESSAGE))
-            wait_until(lambda: len(strangers[0].connections) > 3)
-            pair.kernels[0].manager.interrupt_kernel()
-
-    cell = _of_node(f"notebook_launcher(train, (model,), {LAUNCH})", 0, port)
-    try:
-        assert pair.kernels[0].run(cell, during=come, timeout=25).ename == "KeyboardInterrupt"
-        assert strangers
-    finally:
-        for every in strangers:
-            every.close()
 
 
 @pytest.mark.slow
@@ -215,47 +183,6 @@ def _as_node(node: int, port: int, ranks: int = 1, seconds: float = 1) -> Any:
 def test_a_node_that_does_not_come_is_waited_for_so_long(node: int, words: str) -> None:
     with pytest.raises(LaunchError, match=f"node {node} of 2 waited 1 s for the others: {words}"):
         _as_node(node, free_port())
-
-
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"1": "2 nodes of 1 rank, run"}, "another run has the node_rank 1"),
-        ({"0": "3 nodes of 1 rank, run"}, "node 1 of 2 has other numbers than node 0"),
-        ({"0": "\x1b[31m" * 1000}, "node 1 of 2 has other numbers than node 0"),
-    ],
-)
-def test_what_others_wrote_into_the_store_is_named(entries: dict[str, str], words: str) -> None:
-    listener = rendezvous.bind(None)
-    host, port = listener.getsockname()
-    with closing(rendezvous.StoreProcess(listener)):
-        store = TCPStore(host, port, timeout=timedelta(seconds=30), wait_for_workers=False)
-        for node, entry in entries.items():
-            store.set(f"nbtrain/node-{node}", entry)
-        with pytest.raises(LaunchError, match=words):
-            _as_node(1, port)
-
-
-def test_what_is_no_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ANSWER_TIMEOUT_S", 1.0)
-
-    def come(server: socket.socket) -> None:
-        while True:
-            connection, _ = server.accept()
-            connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ThreadPoolExecutor(1).submit(come, server)
-        with pytest.raises(LaunchError, match=r"waited 1 s for the others: .* does not answer"):
-            _as_node(1, server.getsockname()[1])
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_port_that_is_taken_on_node_0_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"node 0 cannot serve port {port} .*already in use"):
-            _as_node(0, port)
 
 
 @pytest.mark.parametrize(
@@ -306,10 +233,3 @@ def test_ranks_get_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
     )
     local = replace(job, world=replace(world, master_addr="127.0.0.1"))
     assert "NCCL_SOCKET_IFNAME" not in rank_environment(local, 1, {})
-
-
-def test_an_address_has_an_interface() -> None:
-    assert network.own_address("127.0.0.1") == "127.0.0.1"
-    assert network.interface_of("127.0.0.1") in ("lo", "lo0")
-    assert network.own_address("no.such.host.invalid") is None
-    assert network.interface_of(None) == ""

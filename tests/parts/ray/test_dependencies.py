@@ -53,14 +53,6 @@ def test_functions_and_classes_of_the_notebook_are_looked_into() -> None:
     assert find_packages(Call(names["train"], kwargs={"model": names["helper"]})) == ["numpy"]
 
 
-def test_what_nobody_has_or_was_made_in_the_notebook_is_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "made_here", type(sys)("made_here"))
-    cell = Cell("import made_here, there_is_none_such, os.path", "<cell>", notebook(""))
-    assert find_packages(cell) == []
-
-
 def test_a_module_beside_the_notebook_is_found_before_anyone_imported_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 
-from nbtrain.engines import Exit
 from nbtrain.errors import LaunchError
-from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
 from nbtrain.parts.ray import limits
 from nbtrain.parts.ray.driver import Driver, Member
 from nbtrain.parts.ray.engine import DriverClient, RemoteRanks
 from nbtrain.parts.ray.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
-from nbtrain.parts.ray.reservation import Node, NodeRequest, has_ended
+from nbtrain.parts.ray.reservation import Node, NodeRequest
 from nbtrain.planning.plan import Call, Plan
-from nbtrain.system import host
 from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.tracking.state import RankState, RunState
 from nbtrain.transport.file_sync import FileCopies, read_appended
 from nbtrain.transport.job import Job
 from nbtrain.transport.limits import CHUNK_BYTES
@@ -114,10 +110,6 @@ class Failed(Lost):
     """What was asked of a node raised there."""
 
 
-class Away(Lost):
-    pass
-
-
 class Cluster:
     """A driver, and a member of its run that copies from `there` to `here`."""
 
@@ -129,7 +121,7 @@ class Cluster:
         self.driver = Driver(driver_end)
         self.driver._ray = SimpleNamespace(
             exceptions=SimpleNamespace(
-                RayError=Lost, RayTaskError=Failed, ActorUnavailableError=Away, NodeDiedError=Lost
+                RayError=Lost, RayTaskError=Failed, ActorUnavailableError=Lost, NodeDiedError=Lost
             )
         )
         order: Any = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(self.here)))
@@ -179,109 +171,11 @@ async def _copy_once_more(cluster: Cluster) -> None:
     copies.add(await cluster.member.call(NodeRanks.read, dict(copies.have), 0.0))
 
 
-def test_an_end_is_reported_where_nothing_can_be_written(cluster: Cluster) -> None:
-    (cluster.there / "rank-0000.result").write_bytes(b"x")
-    name = growing_files(0)[0]
-    (cluster.there / name).write_bytes(b"y")
-    cluster.here.rmdir()
-    cluster.here.touch()  # takes nothing, as a full disk
-    ended = RankExit(0, 0, 1.0, "", "", "", ("rank-0000.result",), {name: 1})
-    asyncio.run(asyncio.wait_for(cluster.driver._copy_rest(cluster.member, ended), 30))
-    ((kind, text),) = cluster.reports
-    assert kind == "note"
-    assert "rank-0000.result of n was lost" in text
-
-
 def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.result(1), folder.out(1), folder.out(0)):
         path.touch()
     assert folder.list_result_files(1) == ["rank-0001.result", "rank-0001.out"]
-
-
-def test_the_ranks_of_a_node_end_whatever_the_watcher_meets(cluster: Cluster) -> None:
-    """And the cause is the right one: a node that is alive is not called lost."""
-    for error, text in (
-        (Failed("OSError: no space"), "n (127.0.0.1): Failed: OSError: no space"),
-        (KeyError("sizes"), "n (127.0.0.1): KeyError: 'sizes'"),
-        (Lost("x"), "its node n (127.0.0.1) was lost"),
-    ):
-        cluster.member.running = {0, 1}
-        cluster.member.actor = Raising(error)
-        asyncio.run(asyncio.wait_for(cluster.driver._watch(cluster.member), 30))
-        reports = cluster.reports
-        assert [(kind, ended.rank) for kind, ended in reports] == [("exit", 0), ("exit", 1)]
-        assert text in reports[0][1].cause
-
-
-class Raising:
-    def __init__(self, *errors: Exception) -> None:
-        self.call, self.errors, self.calls = self, list(errors), list[tuple[Any, ...]]()
-
-    async def remote(self, *call: Any) -> Any:
-        self.calls.append(call)
-        if self.errors:
-            raise self.errors.pop(0)
-
-
-def test_a_signal_gets_through_a_cut_of_the_link(cluster: Cluster) -> None:
-    cluster.driver._members = [cluster.member]
-    cluster.member.actor = actor = Raising(Away())
-
-    async def signal() -> None:
-        await cluster.driver.signal(frozenset({1}), "kill")
-        await asyncio.wait_for(asyncio.gather(*cluster.driver._tasks), 30)
-
-    asyncio.run(signal())
-    assert actor.calls == [(NodeRanks.signal, frozenset({1}), "kill")] * 2
-
-
-def test_a_port_that_nobody_knows_is_no_sign_of_an_end() -> None:
-    assert not asyncio.run(has_ended(Node("1", "n", "127.0.0.1")))
-
-
-def test_the_error_of_a_node_that_cannot_begin_names_it(cluster: Cluster) -> None:
-    cluster.driver._members = [cluster.member]
-    raising = Raising(ValueError("no room"))
-    with pytest.raises(LaunchError, match="on n: ValueError: no room"):
-        asyncio.run(cluster.driver._on_all(lambda _: raising.remote()))
-
-
-class Target(Driver):
-    """Is sent a request to close, or the end of the connection, while it reserves nodes."""
-
-    def __init__(self, connection: Any, launcher: Any, ends: str) -> None:
-        super().__init__(connection)
-        self.launcher, self.ends, self.done = launcher, ends, list[str]()
-        self.kinds: list[str] = []
-
-    def _report(self, kind: str, _value: Any = None) -> None:
-        self.kinds.append(kind)
-
-    async def reserve(self, _request: NodeRequest) -> int:
-        self.done.append("began")
-        if self.ends == "close":
-            self.launcher.send(("close", (), {}))
-        else:
-            self.launcher.close()
-        try:
-            return await asyncio.Event().wait()
-        finally:
-            self.done.append("cancelled")
-
-    async def close(self) -> None:
-        self.done.append("closed")
-        self.launcher.close()
-
-
-@pytest.mark.parametrize("ends", ["close", "eof"])
-def test_a_request_under_way_is_cancelled_when_the_launcher_closes(ends: str) -> None:
-    launcher_end, driver_socket = Pipe()
-    launcher_end.send(("reserve", (NodeRequest((1, 1), 1, {}),), {}))
-    target = Target(driver_socket, launcher_end, ends)
-    asyncio.run(asyncio.wait_for(target.serve(), 30))
-    assert target.done == ["began", "cancelled", "closed"][: 3 if ends == "close" else 2]
-    assert target.kinds == ["refusal", "answer"][: 2 if ends == "close" else 1]
 
 
 def order(attempt: int) -> NodeOrder:
@@ -306,28 +200,6 @@ def test_ranks_that_are_being_started_can_be_ended(client: DriverClient, tmp_pat
     assert not client.is_awaited
 
 
-def test_an_end_that_was_answered_already_is_not_waited_for(
-    client: DriverClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = job_of(1, tmp_path)
-    client.send(Driver.connect, "127.0.0.1:1", None)
-    ranks = RemoteRanks(job, client, [])
-    ranks.signal({0}, "interrupt")
-    while client.is_awaited:  # both answers come while the launcher looks for news
-        ranks.wait(1.0)
-    monkeypatch.setattr(client, "messages", lambda _: pytest.fail("it waits for another answer"))
-    ranks.close()
-    assert not ranks.alive
-
-
-def test_a_start_that_is_refused_is_raised(client: DriverClient, tmp_path: Path) -> None:
-    job = job_of(2, tmp_path)
-    client.send(Driver.start, order(1))  # nothing is reserved
-    ranks = RemoteRanks(job, client, [])
-    with pytest.raises(LaunchError, match="not connected to a cluster"):
-        ranks.wait(30.0)
-
-
 def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     client: DriverClient, tmp_path: Path
 ) -> None:
@@ -342,22 +214,3 @@ def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), client, [])
     with pytest.raises(LaunchError, match="not connected to a cluster"):
         ranks.wait(30.0)
-
-
-def test_a_full_disk_here_is_reported_where_all_ranks_are_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "space", lambda _: host.Space(1 << 20, 0))
-    supervisor = Supervisor(
-        RunFolder(tmp_path), RunState("t", "ray", (RankState(0),), 0.0), Plan(Call(print), "t")
-    )
-    ranks: Any = SimpleNamespace(pids={0: 1}, nodes={0: "n"}, alive={0}, news=list)
-
-    def wait(_timeout: float) -> list[Exit]:
-        ranks.alive = set()
-        return [Exit(0, None, 1.0, "", "stopped")]
-
-    ranks.wait = wait
-    with Interrupts() as interrupts:
-        supervisor.watch(ranks, interrupts)
-    assert any("the disk is full" in note for note in supervisor.state.notes)

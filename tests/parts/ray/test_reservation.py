@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nbtrain.errors import LaunchError, PlanError
 from nbtrain.parts.ray import engine as ray_engine
-from nbtrain.parts.ray import reservation
 from nbtrain.parts.ray.engine import RayEngine
 from nbtrain.parts.ray.reservation import (
     Node,
     NodeRequest,
     PlacedNode,
-    Reservation,
     bundle,
     check_nodes,
     cluster_address,
     describe_amounts,
     describe_shortage,
-    describe_wait,
     nodes_with_room,
-    unique_names,
 )
 from nbtrain.planning.plan import Call, Plan
 
@@ -50,22 +41,6 @@ def test_nodes_fit_by_what_is_free() -> None:
     assert nodes_with_room(every, bundle(1, {"unicorn": 1.0})) == []
     tenths = Node("ddd", "tenths", "", {}, {"CPU": 0.3})
     assert nodes_with_room([tenths], bundle(3, {"CPU": 0.1})) == [tenths]
-
-
-def test_names_are_hosts_and_differ() -> None:
-    assert unique_names([("abcdefgh", "one"), ("12345678", "two")]) == {
-        "abcdefgh": "one",
-        "12345678": "two",
-    }
-    assert unique_names([("abcdefgh", "one"), ("12345678", "one")]) == {
-        "abcdefgh": "one/abcdef",
-        "12345678": "one/123456",
-    }
-
-
-def test_the_text_of_a_wait_says_how_many_have_room() -> None:
-    text = describe_wait(1, 4, {"GPU": 8.0}, 8)
-    assert text == "waiting for 4 nodes with 8 GPU free (for 8 ranks each): 1 so far"
 
 
 def test_a_shortage_names_every_node_and_what_it_has() -> None:
@@ -111,11 +86,6 @@ def test_the_variable_of_ray_counts_where_no_other_cluster_was_asked_for() -> No
     assert cluster_address("h:1", variables) == ("h:1", "h:1")
 
 
-def test_a_rank_takes_no_part_of_a_gpu() -> None:
-    with pytest.raises(PlanError, match="whole GPUs"):
-        Plan(Call(print), "train", engine="ray", resources={"GPU": 0.5})
-
-
 def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         def request(self, *_call: object) -> list[Node]:
@@ -129,10 +99,6 @@ def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyP
     engine = RayEngine()
     assert engine.resolve(plan)[0].num_processes == 4
     assert [note.text for note in engine.notes] == ["4 of 8 ranks: 2 of 4 nodes have room."]
-
-
-def test_nodes_that_are_alike_are_worth_no_word() -> None:
-    assert check_nodes([placed(FREE), placed(BUSY)], WANTED, HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -167,83 +133,3 @@ def test_a_node_on_which_ranks_cannot_run_is_refused_by_name(
         check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
     assert expected in str(caught.value)
     assert "big" not in str(caught.value)
-
-
-class Cluster:
-    """Two nodes, of which one is free; Ray reserves both when they were waited for twice.
-
-    Each wait takes a second.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.waits = 0
-        self.removed = 0
-        self.reported: list[str] = []
-
-    def nodes(self, _ray: Any) -> list[Node]:
-        free = [1.0, 0.0]
-        return [Node(str(i), str(i), "", {"CPU": 1.0}, {"CPU": free[i]}) for i in range(2)]
-
-    def group(self, _bundles: Any, strategy: str) -> Any:
-        assert strategy == "STRICT_SPREAD"
-        self.waits = 0
-        return SimpleNamespace(wait=self.wait)
-
-    def wait(self, seconds: int) -> bool:
-        self.now += seconds
-        self.waits += 1
-        return self.waits > 1
-
-    def remove(self, _group: Any) -> None:
-        self.removed += 1
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    simulated = Cluster()
-    util, groups = ModuleType("ray.util"), ModuleType("ray.util.placement_group")
-    vars(util).update(remove_placement_group=simulated.remove)
-    vars(groups).update(placement_group=simulated.group)
-    for module in (ModuleType("ray"), util, groups):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    clock = SimpleNamespace(monotonic=lambda: simulated.now)
-    monkeypatch.setattr(reservation, "time", clock)
-    monkeypatch.setattr(reservation, "nodes", simulated.nodes)
-    return simulated
-
-
-def test_nodes_that_are_not_free_are_waited_for(cluster: Cluster) -> None:
-    reserved = Reservation(None, cluster.reported.append)
-    wanted = NodeRequest((2, 2), 1, {"CPU": 1.0}, patience=2.0)
-    waiting = "waiting for 2 nodes with 1 CPU free (for a rank each): 1 so far"
-    assert asyncio.run(reserved.reserve(wanted)) == 2
-    assert cluster.reported == [waiting]
-    reserved.release()
-    assert asyncio.run(reserved.reserve(wanted, again=True)) == 2
-    assert cluster.reported == [waiting, waiting]  # each attempt tells what it waits for
-    assert cluster.removed == 1
-    reserved.release()
-    with pytest.raises(LaunchError, match="1 of 2 nodes have 1 CPU free"):
-        asyncio.run(reserved.reserve(replace(wanted, patience=1.0)))
-    assert cluster.removed == 3
-
-
-@pytest.mark.parametrize(
-    ("patience", "view", "reported"),
-    [(0.0, "auto", "waiting\n"), (5.0, "auto", "waiting (5 s at most)\n"), (5.0, "none", "")],
-)
-def test_the_cell_shows_a_wait_for_nodes_that_others_use(
-    patience: float, view: str, reported: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """There was room at the first look: the waiting is done while nodes are placed."""
-
-    def answer(on_message: Callable[[str, Any], None]) -> list[str]:
-        on_message("waiting", "waiting")
-        return []
-
-    engine, client = RayEngine(), SimpleNamespace(answer=answer)
-    client.send = client.request = lambda *_: None
-    engine._client = client  # type: ignore[assignment]
-    engine.prepare(Plan(Call(len), "len", engine="ray", view=view, wait_for_nodes=patience))
-    assert capsys.readouterr().out == reported

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,9 +15,6 @@ from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.part import Typed
 from nbtrain.parts.scaling import measure
 from nbtrain.parts.scaling.report import ScalingReport, Size
-from nbtrain.parts.scaling.timed_function import time_steps
-from nbtrain.planning import task_values
-from nbtrain.planning.plan import Call
 from tests.support.kernel import Notebook
 
 ONE = Size(1, [0.010, 0.011, 0.0125], batch=64)
@@ -80,10 +76,8 @@ def refuse(*_: Any, **__: Any) -> None:
         ("model(1)", "needs a function to call, not a str"),
         ("train(1 / 0)", "ZeroDivisionError"),
         ("--ranks 1,x train(1)", "--ranks: '1,x' is not a list of numbers of ranks, such as 1,2,4"),
-        ("--ranks 0,1 train(1)", "whole numbers ≥ 1"),
         ("--repeat 0 train(1)", "whole numbers ≥ 1"),
         ("-n 2 train(1)", "unrecognized arguments: -n 2"),
-        ("--background train(1)", "unrecognized arguments: --background"),
         ("-e inline train(1)", "inline engine runs one rank"),
         ("--what 1 train(1)", "--what"),
     ],
@@ -162,20 +156,6 @@ def test_a_size_that_fails_is_a_row_and_the_others_stay(
         nbtrain.scaling(len, "x", ranks=(1,), view="none")
 
 
-def fickle(model: Any, path: Path) -> None:
-    mine = path / str(nbtrain.rank())
-    if nbtrain.world_size() == 1 or mine.exists():
-        raise ZeroDivisionError("this time")
-    mine.touch()
-    train(model, 15)
-
-
-def test_runs_from_before_a_failure_stay(tmp_path: Path) -> None:
-    found = nbtrain.scaling(fickle, model(), tmp_path, ranks=(1, 2), repeat=3, view="none")
-    assert [len(size.steps) for size in found.sizes] == [0, 1]
-    assert "A run of 2 ranks failed: ZeroDivisionError: this time" in repr(found)
-
-
 def test_an_interrupt_keeps_the_sizes_that_were_measured() -> None:
     found = nbtrain.scaling(train, model(), 15, "interrupts", ranks=(1, 2), view="none")
     assert [len(size.steps) for size in found.sizes] == [1, 0]
@@ -183,50 +163,6 @@ def test_an_interrupt_keeps_the_sizes_that_were_measured() -> None:
     assert "not measured" in repr(found)
     with pytest.raises(KeyboardInterrupt):
         nbtrain.scaling(train, model(), 15, "interrupts", ranks=(2,), view="none")
-
-
-def test_what_is_looked_at_is_the_users_function() -> None:
-    own = model()
-
-    def body(count: int) -> Any:
-        return own(count)
-
-    plain, wrapped = (Call(f, (3,)) for f in (body, time_steps(body)))
-    assert task_values.function_of(wrapped.function) is body
-    values = [{id(r.value) for r in task_values.references(each)} for each in (plain, wrapped)]
-    assert id(own) in values[0] <= values[1]
-    assert task_values.host_needs(wrapped) == task_values.host_needs(plain)
-    assert task_values.arguments(wrapped) == {"count": 3}
-
-
-def test_a_size_that_cannot_be_had_leaves_those_that_were_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_plan = measure.run_plan
-
-    def of_one_rank(plan: Any) -> Any:
-        if plan.num_processes == 2:
-            raise PlanError("this host has one chip")
-        return run_plan(plan)
-
-    monkeypatch.setattr(measure, "run_plan", of_one_rank)
-    found = nbtrain.scaling(train, model(), 15, ranks=(1, 2), repeat=1, view="none")
-    assert [len(size.steps) for size in found.sizes] == [1, 0]
-    assert "this host has one chip" in repr(found)
-
-
-def threads() -> None:
-    import torch
-
-    train(torch.nn.Linear(2, 2), 10)
-    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
-
-
-@pytest.mark.parametrize("asked", ["0", "2,1"])
-def test_threads_that_are_no_number_are_ours_in_the_ranks_and_the_report(asked: str) -> None:
-    env = {"OMP_NUM_THREADS": asked}
-    found = nbtrain.scaling(threads, ranks=(1,), repeat=1, env=env, view="none")
-    assert f"{measure.usable_cpus()} thread" in found.title
 
 
 def test_the_magic_measures_a_notebooks_own_function(notebook: Notebook) -> None:

@@ -71,16 +71,6 @@ def test_training_goes_on_from_cell_to_cell(live: Notebook) -> None:
     assert live.value(is_clean)
 
 
-def test_a_collective_of_the_device_works_in_the_next_cell(live: Notebook) -> None:
-    live.run(
-        "%%distributed\nimport torch_xla, torch_xla.core.xla_model as xm\n"
-        "x = torch.full((2,), rank + 1.0, device=torch_xla.device())"
-    )
-    for _ in range(2):
-        out = live.run("%%distributed\nxm.all_reduce('sum', x).cpu()")
-        assert out.stdout == "[ranks 0–1] tensor([3., 3.])\n"
-
-
 def test_a_rank_that_was_cut_off_from_the_device_is_named_as_such(live: Notebook) -> None:
     cell = """%%distributed
 import hashlib

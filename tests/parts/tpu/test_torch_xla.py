@@ -8,7 +8,6 @@ import psutil
 import pytest
 
 from tests.support.kernel import Notebook
-from tests.support.waiting import wait_until
 
 pytest.importorskip(
     "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
@@ -38,22 +37,6 @@ def still_fit(kernel: Notebook) -> None:
     assert ranks_of(kernel) == []
     assert kernel.value("sorted(nbtrain.system.accelerator_guard.initialized_accelerators())") == []
     assert kernel.value("nbtrain.launch(step, view='none').results") == [[10.0, 10.0]] * 4
-
-
-def test_closures_lambdas_and_locks_are_no_trouble(kernel: Notebook) -> None:
-    cell = (
-        "import threading\n"
-        "def make():\n"
-        "    lock, factor = threading.Lock(), 2\n"
-        "    def inner():\n"
-        "        with lock:\n"
-        "            return factor * step()[0]\n"
-        "    return inner\n"
-    )
-    assert not kernel.run(cell).ename
-    assert kernel.value("nbtrain.launch(make(), view='none').results") == [20.0] * 4
-    assert kernel.value("nbtrain.launch(lambda: step()[1], view='none').value") == 10.0
-    assert kernel.value("nbtrain.notebook_launcher(lambda x: x + 1, (1,)).results") == [2] * 4
 
 
 def test_a_result_on_the_device_comes_home_on_the_cpu(kernel: Notebook) -> None:
@@ -131,44 +114,6 @@ def test_an_interrupt_ends_ranks_that_wait_in_a_collective(kernel: Notebook) -> 
     )
     assert out.ename == "KeyboardInterrupt"
     still_fit(kernel)
-
-
-def test_an_interrupt_ends_ranks_that_wait_to_join(
-    start_tpu_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_tpu_kernel(2)
-    kernel.run(
-        "join = plugin.PretendedTpu.configure_multiprocess\n"
-        "def late(self, rank, size):\n"
-        "    if rank: time.sleep(60)\n"
-        "    join(self, rank, size)\n"
-        "plugin.PretendedTpu.configure_multiprocess = late\n"
-        "def press():\n"
-        "    global pressed\n"
-        "    while not (nbtrain.last_run() and nbtrain.last_run().state.ranks[0].phase):\n"
-        "        time.sleep(0.01)\n"
-        "    pressed = time.time(); os.kill(os.getpid(), signal.SIGINT)\n"
-        "import threading; threading.Thread(target=press).start()"
-    )
-    out = kernel.run("%distributed 1")
-    assert "still starting" in kernel.value(
-        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
-    )
-    assert out.ename == "KeyboardInterrupt"
-    assert ranks_of(kernel) == []
-
-
-def test_the_end_of_the_kernel_is_the_end_of_its_ranks(
-    start_tpu_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_tpu_kernel(2)
-    kernel.run(STEP)
-    out = kernel.run("run = nbtrain.launch(lambda: (step(), time.sleep(60)), background=True)")
-    assert not out.ename, out.traceback
-    processes = kernel.process.children(recursive=True)
-    assert processes
-    kernel.process.kill()
-    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in processes))
 
 
 def test_two_devices_of_a_process_are_driven_by_threads_with_equal_models_of_their_own(

@@ -44,12 +44,6 @@ def notebook(shared_kernel: Notebook) -> Notebook:
     return shared_kernel
 
 
-def test_without_it_floats_are_floats(notebook: Notebook) -> None:
-    kinds, use, downcast, precision = told(notebook, "")
-    assert kinds == [["f32["], ["f32["], ["f64["]]
-    assert (use, downcast, precision) == (None, None, "no")
-
-
 def test_bf16_is_every_float_from_the_first_tensor_on(notebook: Notebook) -> None:
     kinds, use, downcast, precision = told(notebook, "-p bf16")
     assert kinds[:2] == [["bf16["], ["bf16["]]
@@ -74,14 +68,6 @@ def test_downcast_is_bf16_for_float_and_float_for_double(
     assert kinds[0] == ["bf16["]
     assert kinds[2] == (["f32["] if yes else ["bf16["])
     assert (use, downcast) == (("0", "1") if yes else ("1", "0"))
-
-
-def test_false_is_false(notebook: Notebook) -> None:
-    notebook.run("os.environ['ACCELERATE_DOWNCAST_BF16'] = 'false'")
-    try:
-        assert told(notebook, "-p bf16")[1:3] == ["1", "0"]
-    finally:
-        notebook.run("del os.environ['ACCELERATE_DOWNCAST_BF16']")
 
 
 def test_operations_alone_are_bf16_in_an_autocast(notebook: Notebook) -> None:

@@ -83,27 +83,6 @@ def test_a_value_is_read_where_no_step_ever_ends(kernel: Notebook) -> None:
     assert kernel.value(values) == [0.0, 1.0, 2.0]
 
 
-def test_what_is_kept_is_bounded_where_no_step_ever_ends(kernel: Notebook) -> None:
-    kernel.run(
-        "from nbtrain.worker import limits\n"
-        "most, limits.MAX_PENDING_SCALARS = limits.MAX_PENDING_SCALARS, 8"
-    )
-    out = kernel.run(
-        "%%distributed -n 1\n"
-        "from nbtrain.worker import api\n"
-        "kept = []\n"
-        "for step in range(50):\n"
-        "    nbtrain.log(step=step, value=torch.ones(1, device='xla') * step)\n"
-        "    kept.append(sum(map(len, api.active.late._others['xla']._waiting.values())))\n"
-        "max(kept)"
-    )
-    kernel.run("limits.MAX_PENDING_SCALARS = most")
-    assert not out.ename, out.traceback
-    assert kernel.value("nbtrain.last_run().value") < 8
-    values = "nbtrain.last_run().history['value'].tolist()"
-    assert kernel.value(values) == [float(step) for step in range(50)]
-
-
 def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> None:
     out = kernel.run(
         "%%distributed -n 1 --as run\n"
@@ -130,54 +109,3 @@ def test_compilations_are_told_while_they_last_and_counted(kernel: Notebook) -> 
     assert kernel.value("phases[:4]") == ["joining", "", "compiling", ""]
     assert kernel.value("run.state.ranks[0].phase") == ""
     assert f"compiled {programs} in " in out.board
-
-
-def test_a_program_that_cannot_be_compiled_is_not_waited_for(kernel: Notebook) -> None:
-    """torch_xla counts that it began, and never that it raised."""
-    out = kernel.run(
-        "%%distributed -n 1\n"
-        "import torch_xla, torch_xla.core.xla_builder as xb\n"
-        "from nbtrain.parts.tpu import xla\n"
-        "from nbtrain.worker import rank_sides\n"
-        "meter = rank_sides._side('tpu.rank_side:XlaRank').compilation\n"
-        "two = [xb.Shape.create('f32', [4])] * 2\n"
-        "adds = xb.create_computation('adds', lambda a, b: a + b, two)\n"
-        "def plus(number):\n"
-        "    (torch.ones(4, device='xla') + number).cpu()\n"
-        "    meter.look()\n"
-        "    return meter._is_reported\n"
-        "found = [plus(1)]\n"
-        "try:\n"
-        "    (lost,) = torch_xla._XLAC._xla_user_computation(\n"
-        "        'xla::odd', [torch.ones(4, device='xla')], adds)\n"
-        "    lost.cpu()\n"
-        "except RuntimeError as error:\n"
-        "    del lost\n"
-        "    found.append('arity' in str(error))\n"
-        "meter.look()\n"
-        "found += [meter._is_reported, plus(1), plus(1), plus(torch.pi), plus(1)]\n"
-        "counts = xla.compilations()\n"
-        "[*found, counts.begun - counts.done]"
-    )
-    assert not out.ename, out.traceback
-    value = kernel.value("nbtrain.last_run().value")
-    assert value == [False, True, True, False, False, False, False, 1]
-
-
-def test_a_program_that_a_batch_of_another_shape_needs_is_put_down_to_it(kernel: Notebook) -> None:
-    out = kernel.run(
-        "%%distributed --as run\n"
-        "data = torch.utils.data.TensorDataset(torch.ones(84, 5))\n"
-        "loader = torch.utils.data.DataLoader(data, batch_size=8)\n"
-        "import torch_xla\n"
-        "model = torch.nn.Linear(5, 1).to('xla')\n"
-        "for epoch in range(2):\n"
-        "    for (batch,) in loader:\n"
-        "        model(batch.to('xla')).mean().backward()\n"
-        "        torch_xla.sync()\n"
-    )
-    assert not out.ename, out.traceback
-    (note,) = kernel.value("run.state.notes")  # once, of all ranks
-    assert note.startswith("A batch has a new shape (4x5 instead of 8x5), so torch_xla compiled")
-    assert "drop_last=True" in note
-    assert note.partition(":")[0] in out.board

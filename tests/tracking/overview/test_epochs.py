@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
-from nbtrain.tracking.overview.epochs import better, metric_order
 from tests.support.runs import launch
 
 
@@ -86,24 +85,3 @@ def test_the_table_of_the_trainer_has_its_evaluations() -> None:
     assert "eval_runtime" not in table
     assert table["loss"].notna().all()
     assert table["best"].sum() == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("reward", "high"),
-        ("rewards/right/mean", "high"),
-        ("eval_loss", "low"),
-        ("reward_std", ""),
-        ("rewards/right/std", ""),
-        ("frac_reward_zero_std", ""),
-        ("val_acc_var", ""),
-    ],
-)
-def test_a_spread_is_neither_better_high_nor_low(name: str, expected: str) -> None:
-    assert better(name) == expected
-
-
-def test_what_tells_nothing_of_the_model_stands_last() -> None:
-    names = ["eval_runtime", "learning_rate", "reward", "eval_accuracy", "eval_loss", "loss"]
-    assert sorted(names, key=metric_order) == [*reversed(names[1:]), "eval_runtime"]

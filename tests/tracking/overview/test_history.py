@@ -6,17 +6,14 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import nbtrain
 from nbtrain.errors import MissingExtra, NbtrainError, PlanError
-from nbtrain.tracking import events
 from nbtrain.tracking.event_log import EventWriter
 from nbtrain.tracking.events import TrainingUpdate
-from nbtrain.tracking.overview import history
 
 pd = pytest.importorskip("pandas")
 
@@ -35,21 +32,6 @@ def logging_run(steps: int = 300) -> nbtrain.Run:
         print("said by", rank)
 
     return nbtrain.launch(train, num_processes=2, engine="fork", view="none")
-
-
-def test_a_name_that_few_rows_have_is_a_column_like_any_other() -> None:
-    rows = [{"step": n, "rank": 0, "time": 1.0, f"m{n}": n, "text": "a"} for n in range(50)]
-    rows += [{"step": None, "rank": 1, "time": 2.0, "m0": True, "m1": 0.5, "text": "\ud800"}]
-    table = history.frame(rows)
-    assert list(table.columns[:6]) == ["step", "rank", "time", "m0", "text", "m1"]
-    assert [str(table[name].dtype) for name in ("step", "rank", "time", "m7")] == [
-        *("Int64", "int64", "float64", "float64")
-    ]
-    assert table["m7"].dropna().to_dict() == {7: 7.0}
-    assert table["m1"].dropna().to_dict() == {1: 1.0, 50: 0.5}
-    assert table["m0"].dropna().to_dict() == {0: 0, 50: True}
-    assert table["text"].iloc[-1] == "\\ud800"
-    assert table["step"].isna().sum() == 1
 
 
 def test_history_is_everything_that_was_logged() -> None:
@@ -134,66 +116,9 @@ def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None
         first.compare(second)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"n": 10**5000}, {"n": "x" * 1000}, {"n": float}, {"n": "\ud800", "x": math.nan}],
-    ids=["a number of 5,000 digits", "data", "a class", "half a character"],
-)
-def test_no_argument_is_in_the_way_of_a_launch(given: dict[str, object]) -> None:
-    run = nbtrain.launch(lambda **_: 1, num_processes=1, view="none", **given)  # type: ignore[arg-type]
-    assert run.value == 1
-    assert len(nbtrain.runs()) == 1
-
-
 def test_without_pandas_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = logging_run(3)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingExtra, match=r'pip install "nbtrain\[history\]"') as raised:
         _ = run.history
     assert isinstance(raised.value, ImportError)
-
-
-def test_a_folder_that_goes_while_it_is_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = logging_run(3)
-    whole = history.read_events
-
-    def deleted_between(path: Path) -> Iterator[events.Event]:
-        yield from whole(path)
-        shutil.rmtree(run.folder, ignore_errors=True)
-
-    monkeypatch.setattr(history, "read_events", deleted_between)
-    for _ in ("while it is read", "before it is read"):
-        with pytest.raises(NbtrainError, match="was deleted"):
-            _ = run.history
-    with pytest.raises(NbtrainError, match="was deleted"):
-        run.logs()
-
-
-def test_lines_that_make_no_sense_leave_the_rest_of_the_history() -> None:
-    run = logging_run(2)
-    with (run.folder / "rank-0001.jsonl").open("a") as file:
-        for line in (
-            '{"kind":"metrics","time":1,"rank":1,"step":"x","values":{"loss":[1]}}',
-            '{"kind":"metrics","time":1,"rank":1,"step":1e3,"values":[1]}',
-            f'{{"kind":"metrics","time":1,"rank":1,"step":1{"0" * 99},"values":{{"loss":NaN}}}}',
-            '{"kind":"training","time":1,"rank":1,"steps":"x","elapsed":null,"lr":0.5}',
-            '{"kind":"training","time":2,"rank":1,"steps":4,"elapsed":2.0,"lr":0.5}',
-            "broken",
-        ):
-            file.write(line + "\n")
-    history = run.history
-    assert len(history) == 2 * 3 + 3
-    assert list(history["lr"].dropna()) == [0.5]
-    assert nbtrain.Run.open(run.folder)._repr_html_()
-
-
-def test_a_text_that_is_no_valid_unicode_is_in_every_table() -> None:
-    def train(name: str = "x\ud800") -> None:
-        nbtrain.log(**{"note": "a\ud800b", "who\udfff": "c", "loss": 1.0})
-
-    run = nbtrain.launch(train, num_processes=1, view="none")
-    for table in (run.history, nbtrain.runs()):
-        texts = [*table.columns, *(v for name in table for v in table[name] if type(v) is str)]
-        assert "".join(texts).encode()  # pandas 3 with pyarrow raises as it is made
-    assert list(run.history["note"]) == ["a\\ud800b"]
-    assert "who\\udfff" in run.history

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import nbtrain
 from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.overview import run_progress, stragglers
+from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RunState
 from nbtrain.ui.board import board, header
@@ -149,15 +148,6 @@ def a_stream() -> list[Truth]:
     return work.diary
 
 
-def curriculum() -> list[Truth]:
-    work = Work()
-    for epoch in range(4):
-        size = 10 * (epoch + 1)
-        for i, (x,) in enumerate(loader(size)):
-            work.step(x, epoch + 1, (epoch + (i + 1) / size) / 4)
-    return work.diary
-
-
 def steps_without_a_loader(max_steps: int = 80) -> list[Truth]:
     work, step = Work(), 0
     while step < max_steps:
@@ -243,7 +233,6 @@ LOOPS: list[Callable[[], list[Truth]]] = [
     resumed,
     validation_inside,
     a_stream,
-    curriculum,
     steps_without_a_loader,
     trainer,
     lightning,
@@ -326,36 +315,6 @@ def check(update: ev.TrainingUpdate, state: RunState, diary: list[Truth]) -> Non
     if shown.remaining:
         mean = update.elapsed * (1 - truth.fraction) / truth.fraction
         assert shown.remaining == pytest.approx(mean, rel=0.2, abs=0.5)
-
-
-def left(waits: bool, *, validates: int = 0) -> float | None:
-    """Return the time left of two ranks after 20 s at 10 steps a second and 20 s at 4, or at 10."""
-    state, steps, waited = picture(2), 0, 0.0
-    for second in range(1, 41 + validates):
-        is_slow = waits and 20 < second <= 40
-        steps += 0 if second > 40 else 4 if is_slow else 10
-        waited += 0.6 if is_slow else 0.0
-        for rank in (0, 1):
-            loops = (("batch", steps, 1000, 1),)
-            counts = {"steps": steps, "elapsed": float(second), "waited": waited * rank}
-            state = fold(state, [ev.TrainingUpdate(100.0 + second, rank, loops=loops, **counts)])
-    state = replace(
-        state,
-        status="running",
-        ranks=tuple(replace(rank, status="running") for rank in state.ranks),
-    )
-    marked = stragglers.mark_slow_ranks(state)
-    return run_progress.estimate_run(marked, 140.0 + validates).remaining
-
-
-def test_what_is_left_where_a_rank_is_short_of_data_takes_as_long_as_it_does_now() -> None:
-    assert left(waits=False) == pytest.approx(60, abs=1)  # 600 of 1,000 steps at 10 a second
-    assert left(waits=True) == pytest.approx(720 / 4, rel=0.1)
-
-
-def test_a_validation_in_which_no_step_is_taken_does_not_look_like_a_slow_training() -> None:
-    assert left(waits=False, validates=30) == pytest.approx(70 * 600 / 400, rel=0.02)
-    assert left(waits=True, validates=30) == pytest.approx(70 * 720 / 280, rel=0.05)
 
 
 def test_a_run_over_a_stream_that_has_ended_is_not_half_done() -> None:

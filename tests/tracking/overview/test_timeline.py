@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
-from nbtrain.tracking import limits
 from nbtrain.tracking.overview import timeline
 from tests.support.runs import launch
 
@@ -78,33 +77,3 @@ def test_a_strip_shows_the_share_of_waiting_that_the_figures_show(share: float) 
     assert strip.letters[:2].strip() == ""  # imports are no training
     waits = strip.letters.count(timeline.DATA)
     assert waits / (waits + strip.letters.count(timeline.COMPUTE)) == pytest.approx(share, abs=0.04)
-
-
-def test_strips_of_different_ages_are_made_alike_and_stay_small() -> None:
-    young = timeline.Timeline().begin(100.2).add_training(100.7, 0.0, 0.5, 1)
-    old = timeline.Timeline().begin(10.0)
-    for second in range(11, 500):
-        old = old.add_training(second, 0.9 if second == 100 else 0.0, 1.0, second)
-    assert len(old.letters) <= limits.MAX_BINS
-    first, second = timeline.align_timelines([young, old], 500.0)
-    start, width = first.start, first.width
-    assert (start, width) == (second.start, second.width)
-    assert start <= 10.0
-    assert width == old.width
-    assert len(first.letters) - 1 == int((100.7 - start) / width)
-    assert second.letters[int((99.5 - start) / width)] == "d"
-    assert set(second.letters.strip()) == {"c", "d"}
-    assert len(second.steps) == len(second.letters)
-    assert max(second.steps) == 499
-
-
-def test_a_short_wait_at_each_epochs_start_is_shown_there_and_nowhere_else() -> None:
-    strip = timeline.Timeline().begin(100.0)
-    for half in range(1, 90):  # an epoch is of 17 reports, its first waits for 0.35 s
-        strip = strip.add_training(100 + 0.5 * half, 0.352 if half % 17 == 0 else 0.005, 0.5, half)
-    assert strip.width == limits.TIMELINE_BIN_S
-    waits = [i for i, letter in enumerate(strip.letters) if letter == timeline.DATA]
-    reports = {int(i * strip.width / 0.5) for i in waits}
-    assert {(report - min(reports)) // 17 for report in reports} == {0, 1, 2, 3, 4}
-    assert {(report - min(reports)) % 17 for report in reports} <= {0, 1}
-    assert len(waits) * strip.width == pytest.approx(5 * 0.352, abs=0.4)

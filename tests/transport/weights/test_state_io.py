@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from nbtrain.errors import NbtrainError
 from nbtrain.transport.weights import state_io
 from nbtrain.transport.weights.models import named_tensors
 from nbtrain.transport.weights.state_io import WeightFile, WeightReader
-from nbtrain.transport.weights.tensors import fingerprints, has_same_bits, is_lazy, odd_weights
+from nbtrain.transport.weights.tensors import fingerprints, has_same_bits, is_lazy
 
 
 class Net(torch.nn.Module):
@@ -146,82 +144,6 @@ def test_only_what_changed_is_sent(path: Path) -> None:
     assert not torch.equal(other.embed.weight, theirs.embed.weight)
 
 
-def test_a_model_that_changed_for_the_most_part_is_sent_whole(path: Path) -> None:
-    theirs, mine = Net(), Net()
-    parcel = _trained(theirs, theirs.embed.weight, *theirs.norm.parameters(), theirs.cache)
-    assert parcel is not None
-    state_io.save(parcel, path)
-    load(path, mine)
-    assert same(mine, theirs)
-    assert mine.head.weight is mine.embed.weight
-
-
-def test_a_part_that_was_untied_and_not_changed_is_refused(path: Path) -> None:
-    theirs = Net()
-    theirs.rest = torch.nn.Linear(100, 1)
-    mine = copy.deepcopy(theirs)
-    before = fingerprints(named_tensors(theirs))
-    theirs.head.weight = torch.nn.Parameter(theirs.embed.weight.detach() + 1)
-    parcel = state_io.module_changes(theirs, named_tensors(theirs), before)
-    assert parcel is not None
-    state_io.save(parcel, path)
-    with pytest.raises(
-        NbtrainError, match=r"`head.weight` and `embed.weight` are tied in the notebook"
-    ):
-        load(path, mine)
-
-
-def _meta() -> torch.nn.Module:
-    return torch.nn.Linear(2, 2, device="meta")
-
-
-@pytest.mark.parametrize("build", [_meta, lambda: torch.nn.LazyLinear(3)])
-def test_of_a_model_that_no_file_can_have_only_a_change_is_told(build: Any) -> None:
-    net = build()
-    before = fingerprints(named_tensors(net))
-    assert state_io.module_changes(net, named_tensors(net), before) is None
-    with pytest.raises(NbtrainError, match="has no memory in the rank"):
-        state_io.module_changes(net, named_tensors(net), {})
-
-
-def test_a_default_device_of_the_user_changes_no_fingerprint() -> None:
-    found = named_tensors(Net())
-    before = fingerprints(found)
-    odd_weights.cache_clear()
-    with torch.device("meta"):
-        assert fingerprints(found) == before
-
-
-def test_a_tensor_that_cannot_be_read_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: torch.Tensor) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr("nbtrain.transport.weights.tensors.weighted_sums", refuse)
-    parcel = _trained(Net())
-    assert parcel is not None
-    assert "embed.weight" in parcel.tensors
-
-
-def test_ranks_but_the_first_keep_no_state_of_an_optimizer() -> None:
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    step(net, optimizer)
-    assert state_io.state_file(optimizer).tensors
-    assert not state_io.state_file(optimizer, keep=False).tensors
-
-
-def _deeper() -> torch.nn.Module:
-    net = Net()
-    net.more = torch.nn.Linear(1, 1)
-    return net
-
-
-def _without_memory() -> torch.nn.Module:
-    net = Net()
-    net.norm.to("meta")
-    return net
-
-
 def _with_integers() -> torch.nn.Module:
     net = Net()
     net.norm.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
@@ -242,9 +164,6 @@ def _untied() -> torch.nn.Module:
             lambda: Net(width=5),
             r"`embed.weight` is \[6, 4\] in the rank, \[6, 5\] in the notebook; \d more differ",
         ),
-        (Net, _deeper, "the rank did not save `more.weight`; 1 more differ"),
-        (_deeper, Net, "the rank has `more.weight`, the notebook's object does not; 1 more"),
-        (Net, _without_memory, "`norm.weight` has no memory in the notebook"),
         (Net, lambda: torch.nn.LazyLinear(3), "the rank did not save `weight`"),
         (_with_integers, Net, r"`norm.weight` is int in the rank, float in the notebook$"),
         (_untied, Net, "`embed.weight` and `head.weight` are tied in the notebook"),
@@ -262,24 +181,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
-def _lazy() -> torch.nn.Sequential:
-    return torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
-
-
-def test_lazy_parameters_take_the_shape_that_they_have_in_the_rank(path: Path) -> None:
-    mine, theirs = _lazy(), _lazy()
-    batch = torch.rand(5, 3)
-    theirs(batch)
-    save(theirs, path)
-    before = {name: id(tensor) for name, tensor in named_tensors(mine).items()}
-    load(path, mine)
-    assert same(mine, theirs)
-    assert {name: id(tensor) for name, tensor in named_tensors(mine).items()} == before
-    assert torch.equal(mine.eval()(batch), theirs.eval()(batch))
-    assert type(mine[0]) is torch.nn.Linear  # the first batch makes it one, as it always does
-    assert same(mine, theirs)
-
-
 def test_an_expanded_buffer_gets_memory_of_its_own(path: Path) -> None:
     theirs, mine = Net(), Net()
     row = mine.row
@@ -295,38 +196,7 @@ def test_an_expanded_buffer_gets_memory_of_its_own(path: Path) -> None:
     assert torch.equal(row, theirs.row)
 
 
-def test_tensors_that_are_untied_but_equal_fit_a_tied_one(path: Path) -> None:
-    theirs, mine = Net(), Net()
-    theirs.head.weight = torch.nn.Parameter(theirs.embed.weight.detach().clone())
-    save(theirs, path)
-    load(path, mine)
-    assert same(mine, theirs)
-
-
-def test_a_cache_that_grew_is_left_as_it_is(path: Path) -> None:
-    theirs, mine = Net(), Net()
-    theirs.cache = torch.zeros(7)
-    cache = mine.cache.clone()  # type: ignore[operator]
-    save(theirs, path)
-    load(path, mine)
-    assert torch.equal(mine.embed.weight, theirs.embed.weight)
-    assert torch.equal(mine.cache, cache)  # type: ignore[arg-type]
-
-
-def test_views_of_one_memory_are_saved_each(path: Path) -> None:
-    flat = torch.arange(8.0)
-    theirs, mine = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
-    theirs.weight, theirs.bias = (
-        torch.nn.Parameter(flat[:4].view(1, 4)),
-        torch.nn.Parameter(flat[3:4]),
-    )
-    save(theirs, path)
-    load(path, mine)
-    assert mine.weight.tolist() == [[0, 1, 2, 3]]
-    assert mine.bias.tolist() == [3]
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adafactor"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_an_optimizer_goes_on_as_the_ranks_would(path: Path, kind: str) -> None:
     def optimizer(net: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(torch.optim, kind)(net.parameters(), lr=lr)
@@ -355,13 +225,6 @@ def test_an_optimizer_of_other_parameters_is_refused(path: Path) -> None:
         load(path, net)
 
 
-def test_what_an_optimizer_has_that_no_file_can_is_named() -> None:
-    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    optimizer.param_groups[0]["hook"] = print
-    with pytest.raises(TypeError, match=r"param_groups'\]\[0\]\['hook'\] is a builtin"):
-        state_io.state_file(optimizer)
-
-
 def _fused(net: Net) -> None:
     step(net, torch.optim.AdamW(net.parameters(), fused=True))
 
@@ -388,70 +251,9 @@ def test_a_fingerprint_tells_every_change(change: Any) -> None:
     assert before != fingerprints(named_tensors(net))
 
 
-def test_names_are_those_without_wrappers(path: Path) -> None:
-    theirs, mine = Net(), Net()
-    save(torch.compile(theirs, backend="eager"), path)  # type: ignore[arg-type]
-    load(path, mine)
-    assert same(mine, theirs)
-
-
-@pytest.mark.parametrize("part", ["_orig_mod", "module", "a_orig_mod", "_fsdp_wrapped_module"])
-@pytest.mark.parametrize("name", ["weight", "_orig_mod_", "module_"])
-@pytest.mark.parametrize("wraps", [False, True])
-def test_names_that_wrappers_or_files_use_are_the_users_too(
-    part: str, name: str, wraps: bool, path: Path
-) -> None:
-    def build(factor: int) -> torch.nn.Module:
-        made: Any = torch.nn.Linear(2, 2) if wraps else torch.nn.Module()
-        if wraps:  # a wrapper that has tensors of its own
-            made = torch.compile(made, backend="eager")
-        made.add_module(part, torch.nn.Linear(2, 2))
-        for own in (name, f"{name}'"):
-            made._parameters[own] = torch.nn.Parameter(torch.zeros(2, 2))
-        for index, parameter in enumerate(made.parameters()):
-            torch.nn.init.constant_(parameter, factor * index)
-        return made
-
-    trained, target = build(1), build(0)
-    save(trained, path)
-    load(path, target)
-    assert list(map(str, target.parameters())) == list(map(str, trained.parameters()))
-
-
-class Keyed(torch.optim.SGD):
-    """Has keys in its state that differ only in their types, or in where a dot stands."""
-
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["1"] = {1: torch.tensor(1.0), "1": torch.tensor(2.0)}
-            self.state[p]["1.1"] = torch.tensor(3.0)
-            self.state[p]["1.1'"] = [torch.tensor(4.0)]
-            self.state[p]["1.1'.0"] = torch.tensor(5.0)
-
-
-def test_settings_of_any_class_of_number_or_dict_come_back_as_plain_ones(path: Path) -> None:
-    net = Net()
-    trained = torch.optim.SGD(net.parameters(), lr=np.float64(0.1))
-    trained.state[net.embed.weight]["history"] = defaultdict(int, {"steps": 3})
-    state_io.save(state_io.state_file(trained), path)
-    target = torch.optim.SGD(net.parameters(), lr=0.7)
-    load(path, target)
-    assert type(target.param_groups[0]["lr"]) is float
-    assert target.param_groups[0]["lr"] == 0.1
-    assert target.state[net.embed.weight]["history"] == {"steps": 3}
-
-
-def test_each_key_of_an_optimizers_state_has_its_own_tensor(path: Path) -> None:
-    trained, target = (Keyed(Net().parameters(), lr=0.1) for _ in range(2))
-    trained.step()
-    state_io.save(state_io.state_file(trained), path)
-    load(path, target)
-    assert str(target.state_dict()) == str(trained.state_dict())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("begin", [0, 1, 4])
-@pytest.mark.parametrize("size", [0, 1, 24, 25])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("size", [0, 25])
 def test_tensors_are_the_same_if_all_their_bits_are(
     dtype: torch.dtype, begin: int, size: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import random
 import re
@@ -14,9 +15,8 @@ import pytest
 
 from nbtrain.findings import Finding
 from nbtrain.tracking import events as ev
-from nbtrain.tracking.overview import epochs
 from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.state import EpochRow, RankState, RunState
+from nbtrain.tracking.state import RankState, RunState
 from nbtrain.ui import eta, limits, text_summary
 from nbtrain.ui.board import board as html
 from nbtrain.ui.board import charts, epoch_rows, header, log_panel, strips, theme
@@ -55,6 +55,16 @@ class Page(HTMLParser):
 
     def all(self, tag: str, **wanted: str) -> list[dict[str, str]]:
         return [a for t, a in self.elements if t == tag and wanted.items() <= a.items()]
+
+
+drawn_at = functools.cache(board_states.drawn_at)
+SMALL = [name for name in board_states.STATES if not name.startswith("ranks-")]
+
+
+@functools.cache
+def page_of(name: str) -> Page:
+    """Read the board of one of the states that are drawn."""
+    return Page(html.render(*drawn_at(name)))
 
 
 def events(ranks: int, steps: int = 50, text: str = "said") -> Iterator[ev.Event]:
@@ -108,33 +118,22 @@ def ended(state: RunState) -> RunState:
     return fold(state, [ev.Finished(160, -1, "failed", NASTY)])
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 16, 40])
+@pytest.mark.parametrize("ranks", [2, 40])
 def test_everything_that_is_said_is_escaped(ranks: int) -> None:
     for state in (nasty(ranks), ended(nasty(ranks))):
         drawn = html.render(state, 200.0)
         page = Page(drawn)
         assert {tag for tag, _ in page.elements} <= {
             *("div", "span", "b", "code", "pre", "table", "thead", "tbody", "tr", "th", "td"),
-            *(
-                "svg",
-                "g",
-                "path",
-                "circle",
-                "text",
-                "rect",
-                "title",
-                "details",
-                "summary",
-                "img",
-                "br",
-            ),
+            *("svg", "g", "path", "circle", "text", "rect", "title"),
+            *("details", "summary", "img", "br"),
         }
         assert not any(name.startswith("on") for _, a in page.elements for name in a)
         assert "alert('x')" in page.text
         assert "\x1b" not in drawn
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 17, 64, 300])
+@pytest.mark.parametrize("ranks", [2, 17, 64])
 def test_what_stays_has_only_what_an_untrusted_notebook_keeps(ranks: int) -> None:
     drawn = html.render(over(board(ranks)), 200.0).replace(html._PLAIN, "")  # may go, too
     for lost in ("<style", "<svg", "<script", "class=", "<link", "href", "http:", "https:", "url("):
@@ -151,7 +150,7 @@ def test_what_stays_has_only_what_an_untrusted_notebook_keeps(ranks: int) -> Non
             assert not inner.text.strip(), "text of the page has its colour, that of an image none"
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 40])
+@pytest.mark.parametrize("ranks", [2, 40])
 def test_live_and_static_say_the_same_figures(ranks: int) -> None:
     state = board(ranks)
     live = Page(html.render(state, 160.0))
@@ -165,7 +164,7 @@ def test_live_and_static_say_the_same_figures(ranks: int) -> None:
     assert captions.findall(kept.words) == figures
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, 16, 17, 64, 300, 1024])
+@pytest.mark.parametrize("ranks", [2, 17, 300])
 def test_a_live_page_stays_small_at_any_number_of_ranks(ranks: int) -> None:
     state = board(ranks, steps=20 if ranks > 64 else 50)
     mixed = [ev.Exited(150, r, 1, "failed") for r in range(0, ranks, 3)]
@@ -180,20 +179,6 @@ def test_a_live_page_stays_small_at_any_number_of_ranks(ranks: int) -> None:
         Page(drawn)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 16, 1024])
-def test_a_static_page_stays_small_whatever_was_said(ranks: int) -> None:
-    long = "&<>\"'" * 1000
-    many = [ev.Output(150, r, tuple(f"{r} {i} {long}" for i in range(200))) for r in range(ranks)]
-    results = [ev.Ended(151, r, result=f"{r} {long}") for r in range(ranks)]
-    names = [ev.Metrics(150, 0, 1, {f"{long}{i}": 1.0 for i in range(10_000)})]
-    state = replace(board(ranks, *many, *results, *names, steps=5), name=long)
-    state = replace(over(state), message=long, findings=(Finding("", long[:1000]),) * 50)
-    drawn = html.render(state, 200.0)
-    assert len(drawn.encode()) < 210_000
-    Page(drawn)
-    assert len(text_summary.summary(state, 200.0).encode()) < 200_000
-
-
 def test_the_run_and_its_rows_have_bars_that_a_screen_reader_finds() -> None:
     page = Page(html.render(board(2), 160.0))
     bars = page.all("div", role="progressbar")
@@ -205,35 +190,6 @@ def test_the_run_and_its_rows_have_bars_that_a_screen_reader_finds() -> None:
     folded = Page(html.render(board(3), 160.0)).all("div", role="progressbar")
     assert len(folded) == 1  # ranks that are alike are where the run is
     assert all(each["aria-label"] for each in page.all("svg", role="img"))
-
-
-def test_columns_without_anything_are_left_out() -> None:
-    state = RunState("train()", "fork", (RankState(0), RankState(1)), created=100.0)
-    assert len(Page(html.render(state, 101.0)).all("th")) == 1
-    ahead = ev.Progress(150, 1, n=60, total=100, elapsed=40.0, description="batch")
-    headings = html.render(board(2, ahead), 160.0)
-    for heading in ("loss", "memory", "at"):
-        assert f">{heading}</th>" in headings
-    for heading in ("data wait", "rate"):  # the latter is that of the run
-        assert f">{heading}</th>" not in headings
-
-
-def test_of_many_ranks_those_to_look_at_have_a_row() -> None:
-    slow = ev.Progress(150, 30, n=2, total=100, elapsed=40.0, description="batch")
-    high = ev.Metrics(150, 31, 50, {"loss": 77.0})
-    broken = [ev.Ended(150, 32, "ValueError: here"), ev.Exited(150, 32, 1, "failed")]
-    page = Page(html.render(board(40, slow, high, *broken), 160.0))
-    for words in ("48 % behind", "ValueError: here", "39 running, 1 failed"):
-        assert words in page.text
-    assert len(page.all("tr")) == 1 + 2 + 1 + 1  # headings, the ranks apart, a reason, the others
-    assert "min 2.0 % · mean" in page.text
-    assert page.text.count("ValueError: here") == 1
-
-
-def test_a_thousand_ranks_are_counted_by_their_state() -> None:
-    page = Page(html.render(board(1024, steps=2), 160.0))
-    assert "1,024 running" in page.text
-    assert len(page.all("tr")) == 1 + 1
 
 
 def test_code_in_notes_is_set_as_code() -> None:
@@ -278,16 +234,6 @@ def test_axes_are_as_they_were_chosen() -> None:
     assert drawn[None] == drawn[False]
 
 
-def test_further_metrics_can_be_unfolded_once_the_run_is_over() -> None:
-    said = {f"metric {i}": float(i) for i in range(15)}
-    state = board(2, *(ev.Metrics(150, r, s, said) for r in range(2) for s in range(3)))
-    live, kept = Page(html.render(state, 160.0)), Page(html.render(over(state), 160.0))
-    assert "12 more metrics in run.history" in live.text
-    assert "12 more charts" in kept.text
-    assert "run.history" not in kept.text
-    assert len(kept.all("img")) == len(live.all("svg", role="img")) + 12 + 1  # and the card
-
-
 def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
     start = RunState("train()", "fork", tuple(RankState(r) for r in range(3)), created=100.0)
     said = [
@@ -305,12 +251,6 @@ def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
         ("rank 2", "only rank 2"),
     ]
     assert [line for _, line in log_panel.merge_last_lines(state, 2)] == ["epoch 2", "only rank 2"]
-
-
-def test_lines_that_many_ranks_printed_name_all_of_them() -> None:
-    start = RunState("train()", "fork", tuple(RankState(r) for r in range(200)), created=100.0)
-    state = fold(start, [ev.Output(1, r, (f"shard {r}", "ready")) for r in range(200)])
-    assert log_panel.merge_last_lines(state, 12)[-1] == ("all ranks", "ready")
 
 
 def test_lines_that_differ_in_the_ranks_number_alone_are_one() -> None:
@@ -334,7 +274,7 @@ def test_lines_that_differ_in_the_ranks_number_alone_are_one() -> None:
 @pytest.mark.parametrize("name", ["succeeded", "failed", "flawed"])
 def test_saved_pictures_bring_no_ground_and_no_text(name: str) -> None:
     """They were white slabs in a dark page."""
-    page = Page(html.render(*board_states.drawn_at(name)))
+    page = page_of(name)
     pictures = [a for a in page.all("img") if not a["alt"].startswith("train()")]  # the card
     assert len(pictures) == 3
     for picture in pictures:
@@ -342,7 +282,7 @@ def test_saved_pictures_bring_no_ground_and_no_text(name: str) -> None:
         assert "<text" not in inner
         assert "#fff" not in inner
     for label in ("step", "200", "rank 0", "epoch", "samples/s"):  # text of the page
-        assert f">{label} <" in html.render(*board_states.drawn_at(name))
+        assert f">{label} <" in html.render(*drawn_at(name))
 
 
 def test_the_log_has_the_traceback_of_the_cause_alone() -> None:
@@ -356,12 +296,6 @@ def test_the_log_has_the_traceback_of_the_cause_alone() -> None:
     ends = [ev.Ended(2 - r, r, f"ValueError: of rank {r}") for r in range(2)]
     lines = [line for _, line in log_panel.merge_last_lines(fold(start, [*said, *ends]), 60)]
     assert lines == ["epoch 1", *logs[1][1:]]
-
-
-def test_crossing_orders_end() -> None:
-    start = RunState("train()", "fork", tuple(RankState(r) for r in range(2)), created=100.0)
-    state = fold(start, [ev.Output(1, 0, ("a", "b") * 50), ev.Output(1, 1, ("b", "a") * 50)])
-    assert len(log_panel.merge_last_lines(state, 60)) == 60
 
 
 def test_the_static_log_can_be_read_rank_by_rank() -> None:
@@ -384,41 +318,8 @@ def test_a_loss_that_is_no_number_is_counted_and_stands_out() -> None:
     assert "no finite value yet" in html.render(never, 160.0)
 
 
-def test_clocks_that_jump_leave_a_board() -> None:
-    for now in (-1e12, 0.0, 1e15):
-        state = board(2, ev.Progress(now, 0, n=1, total=2, elapsed=1e15, description="b"))
-        Page(html.render(state, now))
-        Page(html.render(over(state), now))
-
-
-def test_the_text_draws_the_loss() -> None:
-    told = text_summary.summary(board(2), 160.0)
-    assert re.search(r"loss █▃[▁▂]+ 2 → 0\.04", told)
-    many = text_summary.summary(board(40), 160.0)
-    assert "40 running" in many
-    assert len(many.splitlines()) < 10
-
-
-def test_many_ranks_leave_room_for_all_charts() -> None:
-    """At 16 ranks, six of seven charts once gave way to 16 lines in the first."""
-    more = [
-        ev.Metrics(101 + s, r, s, {f"m{i}": math.sin(s * i + r) for i in range(3)})
-        for r in range(16)
-        for s in range(300)
-    ]
-    for ranks in (8, 16, 64):
-        state = board(ranks, *(event for event in more if event.rank < ranks), steps=300)
-        page = Page(html.render(state, 600.0))
-        charts = [
-            a["aria-label"] for a in page.all("svg", role="img") if " from " in a["aria-label"]
-        ]
-        assert len(charts) == 6, ranks
-        assert "more metric" not in page.text
-        assert len(html.render(state, 600.0).encode()) <= 34_500
-
-
 def test_training_and_validation_of_a_metric_share_a_chart() -> None:
-    page = Page(html.render(*board_states.drawn_at("plain-2")))
+    page = page_of("plain-2")
     labels = [a["aria-label"] for a in page.all("svg", role="img")]
     assert re.fullmatch(r"loss: from 2.4\S* to 0.99\S* in 240 steps; val_loss: 1.355", labels[0])
     assert not any(label.startswith("val_loss") for label in labels)
@@ -430,20 +331,20 @@ def test_training_and_validation_of_a_metric_share_a_chart() -> None:
 
 def test_what_is_not_known_is_not_shown() -> None:
     """A loop that does not say how many epochs it will run once had "98 %, a few seconds left"."""
-    plain, now = board_states.drawn_at("plain-2")
+    plain, now = drawn_at("plain-2")
     page = Page(html.render(plain, now))
     (whole,) = page.all("div", **{"aria-label": "train()"})
     assert "aria-valuenow" not in whole
     assert "left in this epoch" in page.text
     assert eta.run_fraction(plain) is None
-    nested, now = board_states.drawn_at("tqdm-4")
+    nested, now = drawn_at("tqdm-4")
     assert eta.run_fraction(nested) == pytest.approx((2 + 0.45) / 6)
     assert eta.last_step(nested) == 600
     assert "ends at" in Page(html.render(nested, now)).text
 
 
 def test_a_run_that_hangs_does_not_look_alive() -> None:
-    page = Page(html.render(*board_states.drawn_at("hung")))
+    page = page_of("hung")
     assert "stuck for 0:43" in page.text
     assert "steps/s012.0 before" in page.text
     assert page.text.count("left") == page.text.count("leftunknownwhile it is stuck") == 1
@@ -452,7 +353,7 @@ def test_a_run_that_hangs_does_not_look_alive() -> None:
 
 
 def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
-    page = Page(html.render(*board_states.drawn_at("failed")))
+    page = page_of("failed")
     shown = page.text.partition("Log:")[0]
     assert "rank 1 at line 12 of the cell" in shown
     assert shown.count("ValueError: Expected input batch_size") == 1
@@ -460,32 +361,10 @@ def test_a_failure_is_one_card_with_rank_line_and_exception() -> None:
     assert "Connection closed" not in shown
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("starting", "starting the ranks 0/2 · 0 s"),
-        ("importing", "your code, before the first step · 2 s"),
-        ("joining", "your code · 2 s › joining the others: 1 of 2 ranks there · 3 s"),
-        ("compiling", "compiling · 11 s"),
-        ("joining", "●train()joining 1/2"),
-        ("first-batch", "first batch · 3 s"),
-    ],
-)
-def test_before_the_first_step_the_header_says_what_goes_on(name: str, text: str) -> None:
-    assert text in Page(html.render(*board_states.drawn_at(name))).text
-
-
-def test_ranks_that_differ_have_a_row_and_the_reason() -> None:
-    page = Page(html.render(*board_states.drawn_at("slow-data")))
-    assert len(page.all("tr")) == (1 + 3) + (1 + 2)  # ranks with a reason; epochs
-    assert "rank 3 waits for data 44 % of the time, the others 1 %" in page.text
-    assert len(Page(html.render(*board_states.drawn_at("ranks-16"))).all("tr")) == (1 + 1) + (1 + 2)
-
-
-@pytest.mark.parametrize("name", board_states.STATES)
+@pytest.mark.parametrize("name", SMALL)
 def test_the_loss_is_the_mean_of_the_ranks_wherever_it_stands(name: str) -> None:
     """It was a smoothed one, which lay beyond all of them: 1.009 of 0.974–1.005."""
-    state, now = board_states.drawn_at(name)
+    state, now = drawn_at(name)
     words = Page(html.render(state, now)).words
     shown = re.findall(r"(?<!_)loss([\d.]+)(?: [↘↗→])?|([\d.]+) loss ", words)
     places = 1 if name == "restarting" else 2  # the large figure, which a start has not, the curve
@@ -493,14 +372,6 @@ def test_the_loss_is_the_mean_of_the_ranks_wherever_it_stands(name: str) -> None
     ends = [rank.loss for rank in state.ranks if rank.loss is not None]
     for figure, end in shown if name != "restarting" else ():
         assert float(figure or end) == pytest.approx(sum(ends) / len(ends), rel=1e-3)
-
-
-def test_the_validation_of_rank_0_is_no_row_of_the_ranks() -> None:
-    page = Page(html.render(*board_states.drawn_at("plain-2")))
-    table = page.words.partition("CPU")[2].partition("epoch")[0]
-    assert "val_loss" not in table
-    said = ev.Metrics(150, 0, 1, {"mood": "good"})  # no curve shows it
-    assert "mood good" in Page(html.render(board(2, said), 160.0)).words
 
 
 @pytest.mark.parametrize(
@@ -520,7 +391,7 @@ def test_the_validation_of_rank_0_is_no_row_of_the_ranks() -> None:
     ],
 )
 def test_states_and_figures_agree(name: str, shown: list[str], not_shown: list[str]) -> None:
-    words = Page(html.render(*board_states.drawn_at(name))).words
+    words = page_of(name).words
     for text in shown:
         assert text in words
     for text in not_shown:
@@ -541,28 +412,19 @@ def test_states_and_figures_agree(name: str, shown: list[str], not_shown: list[s
     ],
 )
 def test_a_run_that_is_not_well_says_what_to_do_next(name: str, text: str) -> None:
-    words = Page(html.render(*board_states.drawn_at(name))).words
+    words = page_of(name).words
     assert words.count("Next:") == 1
     assert f"Next: {text}" in words
 
 
 @pytest.mark.parametrize("name", ["starting", "plain-2", "gpus-8", "interrupted", "succeeded"])
 def test_a_run_that_is_well_asks_for_nothing(name: str) -> None:
-    assert "Next:" not in html.render(*board_states.drawn_at(name))
+    assert "Next:" not in html.render(*drawn_at(name))
 
 
-def test_how_long_nothing_moves_is_said_once() -> None:
-    text = "no sign of progress: rank 0 is at In[3], line 9"
-    hang = ev.Hang(board_states.BEGAN + 66, -1, text, (), (0, 1, 2, 3))
-    state = fold(board_states.trained(4, 237), [hang])
-    words = Page(html.render(state, board_states.BEGAN + 90)).words
-    assert "no sign of progress: rank 0" in words
-    assert "stuck for 1:07" in words
-
-
-@pytest.mark.parametrize("name", board_states.STATES)
+@pytest.mark.parametrize("name", SMALL)
 def test_no_bar_is_green_before_the_run_is_over(name: str) -> None:
-    state, now = board_states.drawn_at(name)
+    state, now = drawn_at(name)
     if state.status != "succeeded":
         page = Page(html.render(state, now))
         (bar,) = page.all("div", role="progressbar", **{"aria-label": "train()"})
@@ -577,91 +439,9 @@ def strips_of(state: RunState, now: float) -> strips.Strips:
     return made.strips
 
 
-def test_what_ranks_did_is_a_strip_each_and_of_many_a_band() -> None:
-    hung = Page(html.render(*board_states.drawn_at("hung")))
-    for name in ("training", "waiting for data", "waiting for peers", "stuck"):
-        assert name in hung.words
-    assert "rank 0 1 2 3 " in hung.text
-    assert "step 0 50 100 150 200 " in hung.text
-    assert "loss 237 " in hung.text  # where it is now
-    for name in ("ranks-64", "ranks-1024"):
-        made = strips_of(*board_states.drawn_at(name))
-        assert len(made.bands) == 64
-        assert len(strips.draw(made, 0, 1000)) <= 4_700
-    starting, now = board_states.drawn_at("importing")
-    assert charts.draw_picture(starting, now, [], None) is None  # nothing to see yet
-
-
-def test_ranks_wait_for_one_that_is_short_of_data_also_once_the_run_is_over() -> None:
-    running, now = board_states.drawn_at("slow-data")
-    ended = replace(running, status="succeeded", hang="", ended=now)
-    ended = replace(ended, ranks=tuple(replace(rank, hang="") for rank in ended.ranks))
-    for state in (running, ended):
-        bands = strips_of(state, now).bands
-        late = slice(int(0.85 * len(bands[3])), None)
-        assert "d" in bands[3][late]
-        assert {letter for i, letter in enumerate(bands[0][late]) if bands[3][late][i] == "d"} == {
-            "p"
-        }
-    assert running.ranks[0].progress is not None
-    ahead = replace(running.ranks[0].progress, steps=2 * running.ranks[0].progress.steps)
-    alone = replace(running, ranks=(replace(running.ranks[0], progress=ahead), *running.ranks[1:]))
-    assert "p" not in strips_of(alone, now).bands[1].lstrip("p")  # each at its own pace: none waits
-
-
-@pytest.mark.parametrize(("epochs", "pieces"), [(0, 1), (2, 3), (60, 1), (500, 1)])
-def test_the_bar_of_a_run_without_a_known_end_shows_its_epochs(epochs: int, pieces: int) -> None:
-    state, now = board_states.drawn_at("plain-2")
-    rows = tuple(EpochRow(n, n, 0.05, ended=state.created) for n in range(1, epochs + 1))
-    state = replace(state, ranks=tuple(replace(rank, epochs=rows) for rank in state.ranks))
-    _, _, bar = html.render(state, now).partition('role="progressbar"')
-    bar, tail, _ = bar.partition("linear-gradient(90deg")  # its end is open
-    assert bar.count("height:100%") == pieces
-    assert tail
-
-
-def test_what_a_slow_rank_costs_is_beside_the_throughput() -> None:
-    assert (
-        "6.98 steps/s 3,072 at best" in Page(html.render(*board_states.drawn_at("slow-data"))).text
-    )
-    assert "at best" not in Page(html.render(*board_states.drawn_at("gpus-8"))).text
-
-
-def test_where_ranks_are_is_told_unless_they_step_together() -> None:
-    def shown(steps: int, **more: object) -> str:
-        state, now = board_states.drawn_at("plain-2")
-        first, second = state.ranks
-        assert second.progress is not None
-        there = replace(second.progress, steps=second.progress.steps - steps, batch=40 - steps)
-        second = replace(second, progress=there, **more)
-        return html.render(replace(state, ranks=(first, second)), now)
-
-    assert ">at</th>" not in shown(2)
-    assert ">at</th>" in shown(38)
-    assert ">at</th>" in shown(3, hang="waiting")
-
-
-def test_before_the_first_step_strips_are_over_time() -> None:
-    text = Page(html.render(*board_states.drawn_at("compiling"))).text
-    assert "time 0:00 0:05 0:10" in text
-    assert "step 0" not in text
-
-
-def test_the_ends_of_a_thousand_epochs_do_not_fill_the_canvas() -> None:
-    state, now = board_states.drawn_at("succeeded-8")
-    before = len(html.render(state, now))
-    rows = tuple(EpochRow(n, n, 0.05, ended=state.created) for n in range(1, 1001))
-    first = replace(state.ranks[0], epochs=rows)
-    many = replace(state, ranks=(first, *state.ranks[1:]))
-    made = charts.draw_picture(many, now, charts.curves_of(many)[:1], charts.rate_of(many))
-    assert made is not None
-    assert len(made.marks) < before
-    assert not any(label.text.startswith("epoch") for label in made.labels)
-
-
 def test_one_rank_of_many_that_waits_or_fails_is_seen_in_the_strips() -> None:
     """They were a slab: the neighbours' wait for data hid that of one."""
-    made = strips_of(*board_states.drawn_at("ranks-64"))
+    made = strips_of(*drawn_at("ranks-64"))
     slow = board_states.SLOW["ranks-64"]
     waits = {i: band.count("d") for i, band in enumerate(made.bands)}
     assert max(waits, key=lambda rank: waits[rank]) == slow
@@ -669,43 +449,12 @@ def test_one_rank_of_many_that_waits_or_fails_is_seen_in_the_strips() -> None:
     assert [i for i, band in enumerate(made.bands) if "f" in band] == [5, 37]
 
 
-@pytest.mark.parametrize(("name", "rank", "letter"), [("failed", 1, "f"), ("hung", 2, "!")])
-def test_how_a_rank_ended_is_wide_enough_to_be_seen(name: str, rank: int, letter: str) -> None:
-    bands = strips_of(*board_states.drawn_at(name)).bands
-    assert bands[rank].endswith(3 * letter)
-    assert [letter in band for band in bands] == [i == rank for i in range(len(bands))]
-
-
 def test_the_epochs_that_are_over_are_a_table_with_the_best_marked() -> None:
-    state, now = board_states.drawn_at("tqdm-4")
+    state, now = drawn_at("tqdm-4")
     text = re.sub(r"<[^>]*>", " ", html.render(state, now))
     assert re.search(r"epoch +mean loss +val_loss +accuracy +time +step", text)
     assert text.count("★ best") == 1
     assert epoch_rows.draw(board_states.fresh(2)) == ""
-
-
-def test_the_share_that_is_done_and_the_place_are_those_of_one_rank() -> None:
-    last = ev.Progress(150, 1, n=16, total=40, elapsed=40.0, description="batch")
-    first = ev.Progress(150, 0, n=40, total=40, elapsed=40.0, description="batch")
-    state = fold(
-        RunState("train()", "fork", (RankState(0), RankState(1)), created=100.0),
-        [ev.Started(101, 0, 1), ev.Started(101, 1, 2), first, last],
-    )
-    words = Page(html.render(state, 151.0)).words
-    assert "40 %" in words.partition("left")[0]
-    assert "16/40" in words.partition("left")[0]
-
-
-def test_a_restart_is_marked_on_the_canvas() -> None:
-    page = Page(html.render(*board_states.drawn_at("restarted")))
-    assert page.text.count("attempt 2") == 2  # the header, the canvas
-    assert board_states.drawn_at("restarted")[0].restarts == ((board_states.BEGAN + 25, 240),)
-
-
-def test_the_steps_of_an_attempt_go_on_from_those_before_as_the_curves_do() -> None:
-    state, now = board_states.drawn_at("restarted")
-    assert [row.steps for row in epochs.epoch_table(state).rows] == [100, 200, 340]
-    assert "epoch 4/6 › batch 20/100" in Page(html.render(state, now)).words
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
@@ -721,17 +470,3 @@ def test_a_trend_is_told_of_a_loss_that_changes_by_more_than_chance(
     arrow = "→" if noise or not slope else "↘" if slope < 0 else "↗"
     assert shown["loss"].value.endswith(arrow)
     assert any("no clear change" in text for text in shown["loss"].remarks) == (arrow == "→")
-
-
-def test_a_metric_under_two_names_has_one_best_value() -> None:
-    """GRPO logs the mean of its one reward function as `reward`, too."""
-    told = [
-        ev.Metrics(150 + s, 0, s, {"reward": s / 8, "rewards/verb": s / 8, "val_loss": 1 - s / 9})
-        for s in range(5)
-    ]
-    for state, names in (
-        (board(1, *told, steps=0), ["best reward"]),
-        (over(board(1, *told, steps=0)), ["best reward", "best val_loss"]),
-    ):
-        shown = [figure.name for figure in header.figures(state, 160.0)]
-        assert [name for name in shown if name.startswith("best ")] == names

@@ -8,12 +8,10 @@ from itertools import pairwise
 import pytest
 
 import nbtrain
-from nbtrain.tracking import events as ev
 from nbtrain.tracking.curves import smooth
 from nbtrain.tracking.overview import stragglers, timeline
-from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.state import PreviousRun, RankState, RunState
-from nbtrain.ui.board import board, charts, strips, theme
+from nbtrain.tracking.state import PreviousRun, RunState
+from nbtrain.ui.board import board, charts, theme
 from nbtrain.ui.board.canvas import CANVAS
 from tests.support import board_states
 from tests.support.kernel import Notebook
@@ -67,42 +65,6 @@ def test_what_is_said_of_the_earlier_run(factor: float, text: str) -> None:
     assert "#3" not in drawn(board_states.replace(state, previous=other))
 
 
-@pytest.mark.parametrize(
-    ("name", "times", "at"),
-    [("succeeded", 0.5, 0.5), ("succeeded", 2.0, 1.0), ("plain-2", 0.5, 0.5), ("plain-2", 2.0, 0)],
-)
-def test_runs_of_other_lengths_are_compared_where_both_have_been(
-    name: str, times: float, at: float
-) -> None:
-    """A run that is not over has the value that is shown."""
-    state, _ = board_states.drawn_at(name)
-    strong = smooth(state.curves.all["loss"].band)
-    for factor, where in ((1.0, ""), (times, f" at step {at * strong[-1][0]:,.0f}" if at else "")):
-        points = tuple((factor * x, y / 2) for x, y in strong)
-        page = drawn(board_states.replace(state, previous=PreviousRun("train #3", "loss", points)))
-        assert re.findall(r"(?:higher|lower) than #3([^<]*?)(?: <br>|&nbsp;<)", page) == [where]
-
-
-def test_what_is_above_an_earlier_zero_is_not_about_the_same() -> None:
-    state, _ = board_states.drawn_at("plain-2")
-    earlier = PreviousRun("train() #3", "loss", ((0.0, 1.0), (1.0, 0.0), (1e6, 0.0)))
-    page = drawn(board_states.replace(state, previous=earlier))
-    assert "much higher than #3" in page
-
-
-def test_a_chart_does_not_depend_on_the_order_in_which_ranks_are_read() -> None:
-    state, _ = board_states.drawn_at("plain-2")
-    logged = [
-        ev.Metrics(float(step), rank, step, {"distance": 1.0 / (1 + step) + rank / 3})
-        for step in range(600)
-        for rank in range(2)
-    ]
-    last_first = sorted(logged, key=lambda event: -event.rank)
-    pages = {drawn(fold(state, events)) for events in (logged, last_first)}
-    assert len(pages) == 1
-    assert "distance" in pages.pop()
-
-
 def picture(name: str) -> charts.Picture:
     """Return the canvas of a state."""
     state, now = board_states.drawn_at(name)
@@ -147,15 +109,6 @@ def test_a_slow_loader_is_at_one_place_in_curve_strip_and_sentence() -> None:
     assert f"the others 1 % (steps {made.late_steps[0]}–{made.late_steps[1]})" in page
 
 
-def test_a_loader_that_is_slow_in_the_middle_is_shaded_there_alone() -> None:
-    letters = {True: "c" * 20 + "dc" * 20 + "c" * 40, False: "c" * 100}
-    bands = [letters[rank == 5] for rank in range(8)]
-    found = strips.find_lone_wait(strips.Strips(bands, list(range(8)), 200, None), 5)
-    assert found == (pytest.approx(0.1), pytest.approx(0.295))
-    together = [letters[True]] * 8  # all wait: it is no single rank's
-    assert strips.find_lone_wait(strips.Strips(together, list(range(8)), 200, None), 5) is None
-
-
 def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
     """Ranks that save for a minute at step 100 of 200 do nothing at any other step."""
     rank = timeline.Timeline().begin(0.0)
@@ -169,24 +122,6 @@ def test_what_took_no_step_is_at_the_step_where_it_happened() -> None:
     assert set(over) == {"c", "s"}
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-def test_the_columns_that_wait_are_as_many_as_the_share_of_the_time(share: float) -> None:
-    rank = timeline.Timeline().begin(0.0)
-    for second in range(1, 200):
-        rank = rank.add_training(second, share, 1.0, 3 * second)
-    over = timeline.letters_by_step(rank, 600.0, 120)
-    assert over.count("d") / len(over) == pytest.approx(share, abs=0.06)
-
-
-def test_the_steps_of_an_attempt_go_on_where_the_one_before_ended() -> None:
-    state, _ = board_states.drawn_at("restarted")
-    assert state.ranks[0].steps_before == 240
-    assert max(state.ranks[0].timeline.steps) == 360
-    assert state.curves.all["loss"].span[1] == 360
-    logged = ev.Metrics(board_states.BEGAN + 41, 0, 7, {"val_loss": 0.5}, at=110)
-    assert fold(state, [logged]).curves.all["val_loss"].span[1] == 350
-
-
 def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
     """At a hundred steps a second, the strip was red for the last sixth of the run."""
     rank = timeline.Timeline().begin(0.0)
@@ -194,32 +129,3 @@ def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
         rank = rank.add_training(half / 2, 0.0, 0.5, 50 * half)
     rank = rank.add_end(2.51, has_failed=True)
     assert timeline.letters_by_step(rank, 250.0, 100) == 99 * "c" + "f"
-
-
-@pytest.mark.parametrize("logged", ["learning_rate", "lr-AdamW", "accuracy"])
-def test_a_learning_rate_that_is_logged_is_drawn_once(logged: str) -> None:
-    """The Trainer and Lightning log the rate that is read from the optimizer, too."""
-    steps = [
-        event
-        for step in range(1, 5)
-        for event in (
-            ev.TrainingUpdate(float(step), 0, steps=step, lr=0.1 / step),
-            ev.Metrics(float(step), 0, step=step, values={logged: 0.1 / step}),
-        )
-    ]
-    state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
-    names = [curve.name for curve in charts.curves_of(state)]
-    assert ("lr" in names) is (logged == "accuracy")
-    assert logged in names
-
-
-def test_metrics_of_which_it_is_known_what_is_better_stand_first() -> None:
-    """A board of GRPO showed the lengths of answers, and the reward was one of "18 more"."""
-    names = ["loss", "grad_norm", "completions/mean_length", "reward", "reward_std"]
-    steps = [
-        ev.Metrics(float(step), 0, step=step, values=dict.fromkeys(names, 1.0 / step))
-        for step in range(1, 5)
-    ]
-    state = fold(RunState("train()", "fork", (RankState(0),), created=0.0), steps)
-    drawn = [curve.name for curve in charts.curves_of(state)]
-    assert drawn == ["loss", "reward", "grad_norm", "completions/mean_length", "reward_std"]

@@ -21,14 +21,6 @@ for i in nbtrain.progress(range({count})):
     nbtrain.log(step=i, loss=1 / (i + 1)); time.sleep(0.05)
 """
 LONG = LOOP.format(count=4000)
-NOTE_BUTTONS = """() => {
-    window.noted = [];
-    const note = () => document.querySelectorAll('.jp-OutputArea-output button')
-        .forEach(button => noted.push([button.textContent, button.disabled]));
-    new MutationObserver(note).observe(
-        document.body, {subtree: true, childList: true, attributes: true, characterData: true});
-}"""
-"""Keeps each text of the buttons, and whether they could be pressed."""
 
 FITS = """
 const right = element => element.getBoundingClientRect().right;
@@ -106,24 +98,6 @@ def test_axe_finds_nothing_in_the_live_and_the_saved_board(open_notebook: Open, 
     assert page.page.evaluate(VIOLATIONS, f"{OUTPUT} .tex2jax_ignore") == []
 
 
-def test_a_slow_stop_shows_that_it_was_heard(open_notebook: Open) -> None:
-    deaf = "%%distributed -n 1\nprint('ready')\nimport signal\nsignal.signal(2, signal.SIG_IGN)\n"
-    page = _start(open_notebook, "slow.ipynb", f"{deaf}time.sleep(60)", shows="ready")
-    page.page.evaluate(NOTE_BUTTONS)  # the state lasts for two seconds, which a busy page may miss
-    page.button.click()
-    page.page.wait_for_function("noted.some(([text, off]) => text.includes('stopping') && off)")
-    page.shot("stopping")
-    page.wait_for("interrupted")
-
-
-def test_an_interrupt_ends_the_ranks(open_notebook: Open, server: Server) -> None:
-    page = _start(open_notebook, "interrupt.ipynb")
-    page.command("notebook:interrupt-kernel")
-    page.wait_for("by an interrupt")
-    page.wait_for("KeyboardInterrupt")
-    wait_until(lambda: not server.ranks())
-
-
 @pytest.mark.host(
     "JupyterLab",
     works="a reloaded page goes on showing the run; what stays survives a reopen",
@@ -143,13 +117,6 @@ def test_a_reloaded_page_goes_on_showing_the_run(open_notebook: Open, server: Se
     wait_until(lambda: not server.ranks())
     page.wait_for_kernel()
     page.shot("reloaded-stopped")
-
-
-def test_a_page_opened_later_shows_the_run_in_another_cell(open_notebook: Open) -> None:
-    page = open_notebook("show.ipynb", [LOAD, LOOP.format(count=5), "%nbtrain show"])
-    page.wait_for_kernel()
-    page.run_all()
-    wait_until(lambda: page.output.filter(has_text="succeeded").count() == 2, timeout=60)
 
 
 def test_menus_choose_the_large_chart_its_axis_and_whose_log_is_shown(open_notebook: Open) -> None:

@@ -24,14 +24,6 @@ def test_the_exception_is_left_to_the_caller() -> None:
     assert list(printed_lines([rank(0, "a", ev.TRACEBACK_FOLLOWS, "Traceback")])) == ["[rank 0] a"]
 
 
-def test_lines_that_are_not_shown_are_counted() -> None:
-    many = RankState(0, log=("last",), log_count=301)
-    assert list(printed_lines([many])) == [
-        "[rank 0] … 300 lines before: run.logs()",
-        "[rank 0] last",
-    ]
-
-
 def test_values_are_shown_by_rank_where_they_differ() -> None:
     ranks = [rank(r, shows=({"text/plain": text},)) for r, text in enumerate("112")]
     assert list(displayed_outputs(ranks)) == ["[ranks 0–1] 1", "[rank 2] 2"]
@@ -40,12 +32,6 @@ def test_values_are_shown_by_rank_where_they_differ() -> None:
 def test_a_figure_is_shown_of_the_first_rank() -> None:
     figure = {"text/plain": "<Figure>", "image/png": "iVBO"}
     assert list(displayed_outputs([rank(0, shows=(figure,)), rank(1, shows=(figure,))])) == [figure]
-
-
-def test_a_long_text_of_another_rank_is_left_out() -> None:
-    table = {"text/plain": "a\n" * 9, "text/html": "<table>"}
-    other = {"text/plain": "b\n" * 9, "text/html": "<table>"}
-    assert list(displayed_outputs([rank(0, shows=(table,)), rank(1, shows=(other,))])) == [table]
 
 
 def test_the_board_is_made_only_for_a_task_that_lasts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from nbtrain.system import host
-from nbtrain.tracking.state import RunState
-from nbtrain.ui import limits
 from nbtrain.ui.displays import select
-from nbtrain.ui.displays.html_display import Pace
 from nbtrain.ui.displays.widget_board import _VIEW
 from tests.support.kernel import Notebook, Outputs
-from tests.support.waiting import wait_until
 
 WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
 
@@ -64,29 +57,6 @@ def test_a_board_with_a_stop_button_becomes_a_static_summary(notebook: Notebook)
     assert "succeeded" in out.widget("HTML")[1]["value"]
 
 
-def test_a_second_attempt_can_be_stopped_by_a_click_too(notebook: Notebook) -> None:
-    cell = (
-        "%%distributed -n 2 --max-restarts 1\n"
-        "if nbtrain.attempt() == 1:\n"
-        "    nbtrain.log(step=1, loss=1.0)\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # so that it is seen to stop
-        "    os._exit(3) if nbtrain.rank() else time.sleep(60)\n"
-        "print('ready', flush=True)\ntime.sleep(60)"
-    )
-    seen: list[dict[str, Any]] = []
-
-    def click(out: Outputs) -> None:
-        button, state = out.button()
-        seen.append(dict(state))
-        notebook.click(button)
-
-    out = notebook.run(cell, during=_once("ready", click))
-    assert out.ename == "KeyboardInterrupt", out
-    assert "by the Stop button" in out.evalue
-    assert not seen[0].get("disabled"), seen
-    assert seen[0]["description"] == "Stop"
-
-
 def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     states: list[dict[str, Any]] = []
 
@@ -113,75 +83,7 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
 
 
-CHOOSE = """%%distributed -n 2
-rank = int(os.environ["RANK"])
-for step in range(600):
-    nbtrain.log(step=step, loss=1 / (step + 1), accuracy=step / 600)
-    if step % 10 == 0: print(f"rank {rank} says {step}", flush=True)
-    time.sleep(0.1)
-"""
-
-
 LOSS, ACCURACY = 'aria-label="loss:', 'aria-label="accuracy:'
-
-
-@pytest.mark.slow
-def test_the_large_chart_and_the_log_are_of_what_is_chosen_in_the_menus(notebook: Notebook) -> None:
-    notebook.run("import os")
-    seen: list[str] = []
-
-    def menu(out: Outputs, name: str) -> tuple[str, dict[str, Any]]:
-        return next(m for m in out.models.items() if m[1].get("description") == f"{name}:")
-
-    def choose(out: Outputs, name: str, what: str) -> bool:
-        model, state = menu(out, name)
-        found: tuple[str, ...] = tuple(state["_options_labels"])
-        if what not in found:
-            return False
-        update = {"method": "update", "state": {"index": found.index(what)}, "buffer_paths": []}
-        notebook.send("comm_msg", {"comm_id": model, "data": update})
-        return True
-
-    def unfold(out: Outputs) -> bool:
-        assert not any(m.get("_model_name") == "DropdownModel" for m in out.models.values())
-        dots = next(i for i, m in out.models.items() if m.get("description") == "⋯")
-        update = {"method": "update", "state": {"value": True}, "buffer_paths": []}
-        notebook.send("comm_msg", {"comm_id": dots, "data": update})
-        return True
-
-    def has_menus(out: Outputs) -> bool:
-        every = {str(m.get("description", "")) for m in out.models.values()}
-        return {"chart:", "axis:", "log:"} <= every
-
-    steps = [
-        lambda out, board: unfold(out),
-        lambda out, board: has_menus(out) and choose(out, "chart", "accuracy"),
-        lambda out, board: board.index(ACCURACY) < board.index(LOSS),
-        lambda out, board: "· log" not in board and choose(out, "axis", "logarithmic"),
-        lambda out, board: "· log" in board and choose(out, "axis", "linear"),
-        lambda out, board: "· log" not in board,
-        lambda out, board: "rank 0 says" in board and choose(out, "log", "rank 1"),
-        lambda out, board: "rank 1 says" in board and "rank 0 says" not in board,
-        lambda out, board: choose(out, "log", "all ranks"),
-        lambda out, board: "rank 0 says" in board and "rank 1 says" in board,
-    ]
-
-    def look(out: Outputs) -> None:
-        board = "".join(str(m.get("value", "")) for m in out.models.values())
-        if LOSS not in board or ACCURACY not in board:
-            return
-        if steps and steps[0](out, board):
-            steps.pop(0)
-            seen.append(board)
-            if not steps:
-                notebook.click(out.button()[0])
-
-    out = notebook.run(CHOOSE, during=look)
-    assert out.ename == "KeyboardInterrupt", out
-    assert seen[0].index(LOSS) < seen[0].index(ACCURACY)
-    final = out.updates[-1]["text/html"]
-    assert final.index('alt="loss:') < final.index('alt="accuracy:')  # what stays is for everyone
-    _check_what_is_left(out)
 
 
 def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebook) -> None:
@@ -205,23 +107,6 @@ def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebo
     assert "rank 1" in panels[0]
     assert re.search(r"In\[\d+\], line 3", panels[0])
     _check_what_is_left(out)
-
-
-def test_a_click_on_the_button_of_an_older_run_is_harmless(notebook: Notebook) -> None:
-    buttons: list[str] = []
-
-    def keep(out: Outputs) -> None:
-        buttons.append(out.button()[0])
-
-    notebook.run("%%distributed -n 1\nprint('ready')\ntime.sleep(0.5)", during=_once("ready", keep))
-    (old,) = buttons
-    notebook.click(old)
-    out = notebook.run(
-        "%%distributed -n 1\nprint('ready')\ntime.sleep(0.5)\n7",
-        during=_once("ready", lambda _: notebook.click(old) and None),
-    )
-    assert out.ename == "", out.traceback
-    assert notebook.value("nbtrain.last_run().value") == 7
 
 
 def test_what_waits_behind_the_cell_is_done_after_it_once_and_in_order(notebook: Notebook) -> None:
@@ -260,31 +145,6 @@ def _of(replies: list[dict[str, Any]], kind: str) -> set[str]:
     return {r["parent_header"]["msg_id"] for r in replies if r["msg_type"] == kind}
 
 
-def test_queued_cells_are_dropped_after_a_failure_as_always(notebook: Notebook) -> None:
-    """A page runs several cells with stop_on_error: the ones behind a failing one do not run."""
-    notebook.run("seen = []")
-    behind: list[str] = []
-
-    def queue(_out: Outputs) -> None:
-        behind.append(notebook.client.execute("seen.append(1)"))
-
-    out = notebook.run(
-        "%%distributed -n 1\nprint('ready')\ntime.sleep(1)\n1 / 0",
-        during=_once("ready", queue),
-        stop_on_error=True,
-    )
-    assert out.ename == "ZeroDivisionError"
-    assert notebook.read_reply(behind[0])["content"]["status"] == "aborted"
-
-    def takes_cells() -> bool:
-        """After a failure, ipykernel 6.17 drops for a moment what comes, too."""
-        reply = notebook.read_reply(notebook.client.execute("pass"))
-        return bool(reply["content"]["status"] == "ok")
-
-    wait_until(takes_cells)
-    assert notebook.value("seen") == []
-
-
 def test_a_page_that_is_reloaded_gets_the_widgets_while_the_cell_runs(notebook: Notebook) -> None:
     found: list[dict[str, Any]] = []
     button: list[str] = []
@@ -320,42 +180,9 @@ def test_a_page_that_is_reloaded_gets_the_widgets_while_the_cell_runs(notebook: 
     assert "interrupted" in out.updates[-1]["text/html"]
 
 
-@pytest.mark.slow
-def test_boards_of_old_runs_are_let_go(notebook: Notebook) -> None:
-    count = "sum(type(w).__name__ == 'HTML' for w in _instances.values())"
-    notebook.run("from ipywidgets.widgets import widget as module")
-    notebook.run("_instances = getattr(module, '_instances', None) or module.Widget.widgets")
-    launch = "nbtrain.launch(time.sleep, 0.4, num_processes=1)"
-    notebook.run(f"while {count} < 20: {launch}", timeout=250)
-    total = notebook.value("len(_instances)")
-    for _ in range(2):  # a run that is over at the first look has no board
-        out = notebook.run("nbtrain.launch(time.sleep, 0.5, num_processes=1)")
-        assert _VIEW in out.displays[0]
-        assert notebook.value(count) == 20
-        assert notebook.value("len(_instances)") == total
-
-
-def test_other_widgets_wait_until_the_cell_is_over(notebook: Notebook) -> None:
-    slider = "import ipywidgets\ns = ipywidgets.IntSlider(); seen = []"
-    notebook.run(f"{slider}\ns.observe(lambda c: seen.append(nbtrain.last_run().state.status))")
-    model = notebook.value("s.model_id")
-
-    def act(out: Outputs) -> None:
-        data = {"method": "update", "state": {"value": 7}, "buffer_paths": []}
-        notebook.send("comm_msg", {"comm_id": model, "data": data})
-        notebook.click(out.button()[0])
-
-    assert notebook.run(WAITS, during=_once("ready", act)).ename == "KeyboardInterrupt"
-    assert notebook.value("s.value, set(seen)") == (7, {"interrupted"})
-    notebook.run("s.close(); s.layout.close(); s.style.close()")
-
-
 DAMAGES = {
     "no stream": "del comms._main_stream",
-    "another stream": "comms._main_stream = lambda kernel: (object(), None)",
-    "a stream that nobody reads": "stream._recv_callback = None",
     "a stream that breaks later": "stream.flush = lambda *limits: 1 / 0",
-    "no handlers": "kernel.shell_handlers = {}",
 }
 
 
@@ -404,38 +231,6 @@ def test_a_board_that_cannot_be_drawn_leaves_the_summary_and_no_dead_button(
     assert out.stderr.count("the display failed (ZeroDivisionError") == 1
     assert "succeeded" in (out.updates or out.displays)[-1]["text/html"]  # was it drawn before?
     _check_what_is_left(out)
-
-
-def test_a_board_that_fails_for_a_while_hears_clicks_and_comes_back(notebook: Notebook) -> None:
-    boards: list[str] = []
-
-    def click(out: Outputs) -> None:
-        values = [str(m.get("value", "")) for m in out.models.values()]
-        boards.extend(v for v in values if "healed" in v)
-        if boards and not clicked:
-            clicked.append(notebook.click(out.button()[0]))
-
-    clicked: list[str] = []
-    notebook.run(
-        "from nbtrain.ui.board import board\nfrom nbtrain.ui import limits\n"
-        "limits.REPORT_INTERVAL_S = 0.3\nparts = board._parts"
-    )
-    out = notebook.run(
-        "def failing(s, *a):\n"
-        "    if any('broken' in r.log for r in s.ranks) and calls.append(0) is None:\n"
-        "        if len(calls) < 3: 1 / 0\n"
-        "        return parts(s, *a)[:3] + ('healed',)\n"
-        "    return parts(s, *a)\n"
-        "calls = []\n"
-        "board._parts = failing\n"
-        "def train(): time.sleep(0.5); print('broken', flush=True); time.sleep(60)\n"
-        "try: nbtrain.launch(train, num_processes=1)\n"
-        "finally: board._parts = parts; limits.REPORT_INTERVAL_S = 10.0",
-        during=click,
-    )
-    assert out.ename == "KeyboardInterrupt", out
-    assert "by the Stop button" in out.evalue
-    assert out.stderr.count("the display failed") == 1
 
 
 def test_the_board_costs_few_messages_and_bytes_whatever_its_size(notebook: Notebook) -> None:
@@ -531,47 +326,3 @@ def test_the_front_is_chosen_by_what_is_here(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(_Shell()) == "HtmlDisplay"
     monkeypatch.setattr(select.importlib.util, "find_spec", lambda _name: None)
     assert chosen(_Shell()) == "HtmlDisplay"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Have so many processes run on each core."""
-
-    def set_load(per_core: float) -> None:
-        every = (per_core * (os.cpu_count() or 1),) * 3
-        monkeypatch.setattr(os, "getloadavg", lambda: every)
-        host._is_crowded.cache_clear()
-
-    set_load(0)
-    yield set_load
-    host._is_crowded.cache_clear()
-
-
-def test_where_ranks_need_all_cores_the_board_is_drawn_less_often(
-    load: Callable[[float], None],
-) -> None:
-    for per_core, interval in (
-        (0.2, limits.MIN_DRAW_INTERVAL_S),
-        (9.0, limits.MAX_DRAW_INTERVAL_S),
-    ):
-        load(per_core)
-        pace, state = Pace(), RunState("name", "fork", (), 0.0)
-        drawn = sum(pace.claim_drawing(replace(state), look / 10) for look in range(600))
-        assert drawn == pytest.approx(60 / interval, abs=2)
-
-
-@pytest.mark.usefixtures("load")
-def test_a_run_that_does_not_change_is_drawn_once_a_second() -> None:
-    pace, state = Pace(), RunState("name", "fork", (), 0.0)
-    drawn = sum(pace.claim_drawing(state, look / 10) for look in range(600))
-    assert drawn == pytest.approx(60, abs=2)
-
-
-@pytest.mark.usefixtures("load")
-def test_looks_that_come_late_do_not_slow_the_board_down() -> None:
-    for every in (0.03, 0.07, 0.15, 0.19):  # seconds between two looks
-        pace, state = Pace(), RunState("name", "fork", (), 0.0)
-        drawn = sum(
-            pace.claim_drawing(replace(state), look * every) for look in range(int(60 / every))
-        )
-        assert drawn == pytest.approx(60 / limits.MIN_DRAW_INTERVAL_S, abs=2), every

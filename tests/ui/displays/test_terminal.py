@@ -45,7 +45,7 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     works="a table that is redrawn in place, or lines; results, errors, ^C",
     tried="the real program in a pseudo-terminal",
 )
-def test_runs_show_lines_results_and_errors(terminal: pexpect.spawn) -> None:
+def test_runs_show_lines_results_and_errors_and_end_at_ctrl_c(terminal: pexpect.spawn) -> None:
     terminal.sendline("%load_ext nbtrain")
     terminal.expect("In ?\\[2\\]:")
     terminal.sendline("import nbtrain, time; run = %distributed -n 2 ['res', print('said')]")
@@ -61,17 +61,12 @@ def test_runs_show_lines_results_and_errors(terminal: pexpect.spawn) -> None:
     terminal.sendline("nbtrain.last_run()")
     terminal.expect("failed")
     terminal.expect("In ?\\[6\\]:")
-
-
-def test_control_c_ends_the_ranks(terminal: pexpect.spawn) -> None:
-    terminal.sendline("%load_ext nbtrain")
-    terminal.expect("In ?\\[2\\]:")
     terminal.sendline("%distributed -n 2 [print('ready'), __import__('time').sleep(60)]")
     terminal.expect(r"\[ranks? (0–)?1\] ready")
     terminal.sendintr()
     terminal.expect("interrupted")
     terminal.expect("KeyboardInterrupt")
-    terminal.expect("In ?\\[3\\]:")
+    terminal.expect("In ?\\[7\\]:")
     terminal.sendline("%distributed -n 2 1 + 1")
     terminal.expect("all ranks → 2")
 
@@ -164,7 +159,6 @@ def _screen(text: str) -> list[str]:
         ({"TERM": "xterm"}, True, True),
         ({"TERM": "xterm"}, False, False),
         ({"TERM": "dumb"}, True, False),
-        ({}, True, False),
         ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
     ],
 )
@@ -176,28 +170,3 @@ def test_the_table_is_for_terminals_that_allow_it(
             return is_tty
 
     assert can_redraw(Stream(), environment) is expected
-
-
-def test_a_breakpoint_in_a_rank_asks_at_the_terminal(terminal: pexpect.spawn) -> None:
-    terminal.sendline("%load_ext nbtrain")
-    terminal.expect("In ?\\[2\\]:")
-    code = "(lambda x: [breakpoint(), x])(nbtrain.rank() + 41)"
-    terminal.sendline(f"%distributed -n 2 {code} if nbtrain.rank() else 1")
-    terminal.expect("rank 1 stopped at")
-    terminal.expect(r"\(rank 1\) ipdb> ")
-    terminal.sendline("p 'x is', x")
-    terminal.expect(r"\('x is', 42\)")
-    terminal.expect(r"\(rank 1\) ipdb> ")
-    terminal.sendline("c")
-    terminal.expect(r"rank 1 → \[None, 42\]")
-    terminal.expect("In ?\\[3\\]:")
-    terminal.sendline("%distributed -n 1 breakpoint()")
-    terminal.expect(r"\(rank 0\) ipdb> ")
-    terminal.sendintr()
-    terminal.expect("KeyboardInterrupt")
-    terminal.expect("In ?\\[4\\]:")
-    terminal.sendline("%distributed -n 1 breakpoint()")
-    terminal.expect(r"\(rank 0\) ipdb> ")
-    terminal.sendeof()
-    terminal.expect("from the debugger")
-    terminal.expect("In ?\\[5\\]:")

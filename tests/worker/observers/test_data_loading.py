@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.support.loop_table import LoopTable, check, one_weight, transformers_trainer
-from tests.support.runs import last, launch
+from tests.support.loops_at_once import check_at_once, split_rows
+from tests.support.runs import launch
 from tests.support.versions import needs
 
 TWELVE = TensorDataset(torch.ones(12, 3))
@@ -42,15 +40,12 @@ def as_columns(batch: Any) -> Any:
 
 COLLATE: dict[str, Callable[..., Any]] = {
     "columns": as_columns,
-    "list": list,
     "channels first": lambda batch: torch.stack([x for x, _ in batch], dim=1),
     "no tensor": lambda _: "other",
 }
 
 
-@TABLE.row("columns", 0, samples=20)
 @TABLE.row("columns", 2, samples=20)
-@TABLE.row("list", 0, samples=20)
 @TABLE.row("channels first", 0, samples=20)
 @TABLE.row("no tensor", 2, samples=20)
 def samples_asked_for(collate: str, workers: int) -> None:
@@ -86,11 +81,6 @@ def samples_of_a_stream_where_they_are_certain(how: str) -> None:
     list(DataLoader(Stream(), **STREAMS[how]))
 
 
-@TABLE.row(samples=None)
-def samples_without_a_batch() -> None:
-    list(DataLoader(TWELVE, batch_size=None))
-
-
 @TABLE.row("the same data", epoch=2, batch=3, steps=6)
 @TABLE.row("other data", epoch=2, batch=3, steps=6, samples=2 * 24)
 def loaders_that_are_read_in_turn(which: str) -> None:
@@ -103,7 +93,6 @@ def loaders_that_are_read_in_turn(which: str) -> None:
 
 
 @TABLE.row("the same data", 0, steps=3, samples=24)
-@TABLE.row("other data", 0, steps=3, samples=24)
 @TABLE.row("other data", 1, steps=3, samples=24)
 def a_validation_and_an_accumulation(which: str, workers: int) -> None:
     w, optimizer = one_weight()
@@ -120,16 +109,6 @@ def a_validation_and_an_accumulation(which: str, workers: int) -> None:
     optimizer.step()
 
 
-@TABLE.row(samples=24)
-def batches_read_ahead_into_a_list() -> None:
-    w, optimizer = one_weight()
-    for _ in range(2):
-        for (x,) in list(DataLoader(TWELVE, 4)):
-            (w * x).sum().backward()
-            optimizer.step()
-
-
-@TABLE.row(0, samples=36)
 @TABLE.row(1, samples=36)
 def a_batch_that_is_only_looked_at(workers: int) -> None:
     w, optimizer = one_weight()
@@ -141,7 +120,6 @@ def a_batch_that_is_only_looked_at(workers: int) -> None:
             optimizer.step()
 
 
-@TABLE.row(3, steps=3, samples=12, batch=3, batches=10)
 @TABLE.row(10, steps=10, samples=40, batch=10, batches=10)
 @TABLE.row(13, steps=13, samples=52, batch=3, batches=10)
 def a_batch_that_accelerate_reads_ahead(end: int) -> None:
@@ -173,74 +151,18 @@ def batches_that_a_trainer_gives_twice() -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
-def test_samples_and_batches_are_those_of_the_loop(
+TOGETHER, ALONE = split_rows(TABLE)
+
+
+def test_samples_and_batches_are_those_of_the_loop() -> None:
+    check_at_once(TOGETHER)
+
+
+@pytest.mark.parametrize(("loop", "expected"), ALONE)
+def test_samples_and_batches_are_those_of_a_library(
     loop: Callable[[], Any], expected: dict[str, Any]
 ) -> None:
     check(loop, expected)
-
-
-def test_a_loader_that_feeds_another_is_neither_waited_for_nor_counted_twice() -> None:
-    def train() -> None:
-        class Slow(IterableDataset[Any]):
-            def __iter__(self) -> Any:
-                for _ in range(8):
-                    time.sleep(0.05)
-                    yield torch.ones(3)
-
-        class Packed(IterableDataset[Any]):
-            def __iter__(self) -> Any:
-                for batch in DataLoader(Slow(), batch_size=2):
-                    yield batch.sum(0)
-
-        for _ in DataLoader(Packed(), batch_size=2):
-            pass
-
-    found = last(launch(train))
-    assert (found.samples, found.batch) == (4, 2)
-    assert 0.35 < found.waited <= found.elapsed
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_only_the_thread_that_trains_waits(ahead: bool) -> None:
-    def train() -> float:
-        class Slow(Dataset[Any]):
-            def __len__(self) -> int:
-                return 8
-
-            def __getitem__(self, index: int) -> Any:
-                time.sleep(0.05)
-                return torch.ones(3)
-
-        w, optimizer = one_weight()
-        batches: queue.Queue[Any] = queue.Queue()
-
-        def step(x: Any) -> None:
-            (w * x).sum().backward()
-            optimizer.step()
-
-        def read_ahead() -> None:
-            for batch in DataLoader(Slow(), batch_size=1):
-                batches.put(batch)
-            batches.put(None)
-
-        def work() -> None:
-            for batch in DataLoader(Slow(), batch_size=1):
-                step(batch)
-
-        thread = threading.Thread(target=read_ahead if ahead else work)
-        thread.start()
-        for batch in iter(batches.get, None) if ahead else ():
-            step(batch)
-        thread.join()
-        return w.sum().item()
-
-    found = last(launch(train))
-    assert (found.steps, found.batch, found.samples) == (8, 8, 8)
-    if ahead:
-        assert found.waited == 0.0
-    else:  # it trains itself: known from its first step on
-        assert found.waited > 6 * 0.05
 
 
 def trains_on(size: int, drop_last: bool) -> None:

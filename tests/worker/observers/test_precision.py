@@ -68,14 +68,12 @@ def no_training() -> None:
 @pytest.mark.parametrize(
     ("loop", "asked", "used"),
     [
-        (plain, "no", "no"),
         (plain, "bf16", "no"),
         (half_weights, "no", "bf16 weights"),
         (autocast, "no", "bf16"),
         (compiled, "no", "fp16"),
         (accelerate, "bf16", "bf16"),
         (lambda: accelerate(mixed_precision="bf16"), "no", "bf16"),
-        (lambda: accelerate(mixed_precision="no"), "bf16", "no"),
         (no_training, "bf16", "bf16"),
     ],
 )

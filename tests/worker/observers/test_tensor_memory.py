@@ -12,7 +12,7 @@ import nbtrain
 from nbtrain.system import instrumentation
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
-from nbtrain.worker import hooks, limits
+from nbtrain.worker import hooks
 from nbtrain.worker.hooks import guard
 from nbtrain.worker.observers import tensor_memory
 from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, count_tensors
@@ -62,74 +62,12 @@ def test_buffers_and_frozen_weights_count_and_what_is_shared_counts_once() -> No
     assert sizes(count_tensors(0, [], [optimizer]))[0] == 4 * 64
 
 
-def test_views_sparse_tensors_and_states_of_any_form_count_by_what_they_hold() -> None:
-    class State(dict):  # type: ignore[type-arg]
-        pass
-
-    flat = torch.zeros(100)
-    views = [nn.Parameter(flat[:40]), nn.Parameter(flat[40:])]
-    assert sizes(count_tensors(0, [], [torch.optim.SGD(views)])) == (400, 0, 0)
-    table = nn.Embedding(1000, 4, sparse=True)
-    table(torch.tensor([1, 2])).sum().backward()
-    optimizer = torch.optim.SGD(table.parameters())
-    optimizer.state[table.weight] = State(past=[torch.zeros(8, 8), [torch.zeros(8, 8)]])
-    assert sizes(count_tensors(0, [table], [optimizer])) == (16000, 2 * 8 + 2 * 4 * 4, 2 * 4 * 64)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:Lazy:UserWarning")
-def test_compressed_graphs_count_by_what_they_hold_and_lazy_layers_not_yet() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
-    for make in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
-        ends, at = torch.tensor([0] + [2] * 1000), torch.tensor([1, 6])
-        model.register_buffer(make.__name__, make(ends, at, torch.ones(2), (1000, 1000)))
-    told = count_tensors(0, [model], [torch.optim.SGD(model[0].parameters())])
-    pointers, indices, values = 8 * 1001, 8 * 2, 4 * 2
-    assert told.weights == 4 * 20 + 2 * (pointers + indices + values)
-
-
 class Log:
     """Takes events where a writer would."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.write = self.events.append
-
-
-def test_it_is_counted_after_the_first_step_and_then_rarely() -> None:
-    log = Log()
-    seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    seen.on_first_step(optimizer)
-    for now in (100.0, 100.1, 100.2, 99.9 + limits.MEMORY_COUNT_INTERVAL_S):
-        seen.on_step(optimizer, now)
-        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3)))
-    assert [e.weights for e in log.events] == [12]
-    seen.on_step(optimizer, 101.0 + limits.MEMORY_COUNT_INTERVAL_S)
-    assert [e.weights for e in log.events] == [12, 60]
-    seen.on_step(optimizer, 102.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
-    assert len(log.events) == 2  # nothing new
-    other = torch.optim.SGD([nn.Parameter(torch.ones(5))])
-    seen.on_first_step(other)
-    seen.on_step(other, 103.0 + 2 * limits.MEMORY_COUNT_INTERVAL_S)
-    assert log.events[-1].weights == 80
-
-
-def test_a_new_optimizer_at_every_step_is_not_counted_at_every_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[int] = []
-
-    def slow(*_: Any) -> ev.TensorMemory:
-        calls.append(1)
-        return ev.TensorMemory(0.0, 0)
-
-    monkeypatch.setattr(tensor_memory, "count_tensors", slow)
-    seen = TensorMemoryMeter(Log(), 0)  # type: ignore[arg-type]
-    keep = [torch.optim.SGD([nn.Parameter(torch.ones(3))]) for _ in range(50)]
-    for i, optimizer in enumerate(keep):
-        seen.on_first_step(optimizer)
-        seen.on_step(optimizer, 100.0 + i / 1000)
-    assert len(calls) == 1
 
 
 def test_nothing_is_kept_alive_and_no_error_reaches_the_step(

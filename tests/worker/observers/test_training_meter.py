@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nbtrain
-from nbtrain.planning.option_types import SOURCES
-from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
-from nbtrain.ui import text_summary
-from nbtrain.ui.board import board
-from tests.support.hangs import first_verdict, launched
 from tests.support.loop_table import (
     LoopTable,
-    check,
     lightning_fit,
     one_weight,
     transformers_trainer,
 )
+from tests.support.loops_at_once import check_at_once
 from tests.support.runs import events, last, launch
-from tests.support.waiting import wait_until
 
 DATA = TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
 TABLE = LoopTable()
@@ -83,19 +74,6 @@ def pair_of_optimizers() -> None:
         step_on(w, optimizer, other)
 
 
-@TABLE.row(steps=10)
-def trials_of_a_step() -> None:
-    for _ in range(10):
-        step_on(*one_weight())
-
-
-@TABLE.row(steps=50)
-def fits_one_after_the_other() -> None:
-    for w, optimizer in [one_weight() for _ in range(5)]:
-        for _ in range(10):
-            step_on(w, optimizer)
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from ({"x": torch.ones(4), "n": i} for i in range(40))
@@ -134,65 +112,13 @@ def an_evaluation_after_the_training() -> None:
         pass
 
 
-class Large(TensorDataset):
-    """Of a size that little else has: the next one is made where the last one was."""
-
-    __slots__ = tuple(f"slot_{number}" for number in range(40))
+def test_steps_and_the_place_are_those_of_the_loop() -> None:
+    check_at_once(TABLE.rows)
 
 
-@TABLE.row(steps=5, batch=5, batches=5, epoch=1)
-def an_evaluation_data_set_at_the_place_of_the_first() -> None:
-    w, optimizer = one_weight()
-    data, rows = Large(torch.ones(20, 3)), torch.ones(30, 4)
-    for (x,) in DataLoader(data, batch_size=4):
-        (x @ w).sum().backward()
-        optimizer.step()
-    place, others = id(data), [data]
-    del data
-    others.clear()
-    while id(data := Large(rows)) != place and len(others) < 1000:
-        others.append(data)
-    assert id(data) == place
-    for _ in DataLoader(data, batch_size=1):
-        pass
-
-
-@TABLE.row(loss=0.0)
-def a_loss_that_ends_at_zero() -> None:
-    w, optimizer = one_weight(lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        step_on(w, optimizer)
-
-
-@pytest.mark.parametrize(("loop", "expected"), TABLE.rows)
-def test_steps_and_the_place_are_those_of_the_loop(
-    loop: Callable[[], Any], expected: dict[str, Any]
-) -> None:
-    check(loop, expected)
-
-
-def test_a_loop_that_is_read_in_its_last_round_is_known() -> None:
-    def loop(most: int = 2) -> None:  # it is read in the second step
-        (w, optimizer), step = one_weight(), 0
-        while step < most:
-            step += 1
-            w.sum().backward()
-            optimizer.step()
-
-    assert last(launch(loop)).loops == (("step", 2, 2, 1),)
-
-
-def test_a_training_that_goes_on_names_its_first_epoch_as_the_loop_does() -> None:
-    def resumed() -> None:
-        w, optimizer = one_weight()
-        for _epoch in range(2, 4):
-            for (x,) in DataLoader(TensorDataset(torch.ones(20, 3)), batch_size=4):
-                (x @ w).sum().backward()
-                optimizer.step()
-
-    run = launch(resumed)
-    assert [e.epoch for e in events(run) if isinstance(e, ev.EpochEnd)] == [3, 4]
+def test_without_telemetry_nothing_of_a_training_is_reported() -> None:
+    quiet = events(launch(plain_loop, telemetry=()))
+    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
 
 
 def accelerated(log_with: Any = None) -> tuple[float, int]:
@@ -210,35 +136,14 @@ def accelerated(log_with: Any = None) -> tuple[float, int]:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        metrics = {
-            "train/loss": loss,
-            "note": "fine",
-            "table": [1, 2],
-            "step": 3,
-            "self": 1.0,
-            7: 2,
-        }
+        metrics = {"train/loss": loss, "note": "fine", "table": [1, 2], "step": 3, 7: 2}
         accelerator.log(metrics, step=step)
     accelerator.end_training()
     return loss.item(), step + 1
 
 
-@pytest.mark.parametrize("tracker", ["nbtrain", "another"])
-def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_logs(
-    tracker: str,
-) -> None:
-    def train() -> tuple[float, int]:
-        from accelerate.tracking import GeneralTracker
-
-        class Another(GeneralTracker):
-            name, requires_logging_directory, tracker = "another", False, None
-
-            def log(self, values: Any, step: int | None = None, **_: Any) -> None:
-                pass
-
-        return accelerated("nbtrain" if tracker == "nbtrain" else Another())
-
-    run = launch(train, n=2)
+def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_logs() -> None:
+    run = launch(lambda: accelerated("nbtrain"), n=2)
     for rank in (0, 1):
         told, (loss, batches) = last(run, rank), run.results[rank]
         assert told.loss == pytest.approx(loss)  # not divided by the steps of the accumulation
@@ -247,10 +152,10 @@ def test_an_accelerate_loop_shows_its_loss_its_share_of_the_data_and_what_it_log
     found = [e for e in events(run) if isinstance(e, ev.Metrics)]
     assert [e.step for e in found] == list(range(6))
     assert found[-1].values.pop("train/loss") == pytest.approx(run.value[0])  # type: ignore[attr-defined]
-    assert found[-1].values == {"note": "fine", "step": 3, "self": 1.0, "7": 2}
+    assert found[-1].values == {"note": "fine", "step": 3, "7": 2}
     # Accelerate makes trackers on the main process only.
     assert not any(isinstance(e, ev.Metrics) for e in events(run, 1))
-    assert ("configuration: lr=0.1" in run.logs(0)) is (tracker == "nbtrain")
+    assert "configuration: lr=0.1" in run.logs(0)
 
 
 def test_transformers_trainer_reports_its_logs_and_shows_its_bar() -> None:
@@ -308,22 +213,6 @@ def test_saving_and_compiling_are_phases() -> None:
     assert phases == ["saving", ""]
 
 
-def test_every_source_can_be_left_out() -> None:
-    def train() -> None:
-        from tqdm import tqdm
-
-        plain_loop()
-        list(tqdm(range(3)))
-
-    quiet = events(launch(train, telemetry=()))
-    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
-    for source, absent in (("loss", "loss"), ("steps", "lr"), ("data", "batch")):
-        told = last(launch(train, telemetry=[s for s in SOURCES if s != source]))
-        assert getattr(told, absent) is None
-    with pytest.raises(nbtrain.NbtrainError, match="no telemetry 'speed'"):
-        launch(train, telemetry=["speed"])
-
-
 def test_the_loop_itself_is_not_changed() -> None:
     def weights() -> Any:
         torch.manual_seed(0)
@@ -359,43 +248,6 @@ def test_losses_and_metrics_on_a_gpu_are_read_late_and_none_is_lost() -> None:
     assert (last(run).peak or 0) > 0
 
 
-def test_a_bar_made_in_the_notebook_can_be_closed_in_a_rank() -> None:
-    from tqdm import tqdm
-
-    outer = tqdm(total=3, disable=False, file=None)
-
-    def train() -> int:
-        outer.update(2)
-        outer.close()
-        return int(outer.n)
-
-    try:
-        assert launch(train).value == 2
-    finally:
-        outer.close()
-
-
-def test_what_telemetry_cannot_read_is_no_error_of_the_training() -> None:
-    def train() -> str:
-        import warnings
-
-        warnings.simplefilter("ignore")  # nested tensors are a prototype
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-        for _batch in DataLoader([nested], batch_size=None):
-            pass
-        w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        (w * w.conj()).sum().backward(torch.tensor(1 + 0j))
-        meta = nn.Linear(2, 2, device="meta")
-        optimizer = torch.optim.SGD(meta.parameters(), lr=0.1)
-        meta(torch.ones(1, 2, device="meta")).sum().backward()
-        optimizer.step()
-        plain_loop()
-        return "trained"
-
-    run = launch(train)
-    assert run.value == "trained"
-
-
 def test_nothing_of_the_training_is_kept_alive() -> None:
     def train() -> list[bool]:
         import gc
@@ -414,21 +266,6 @@ def test_nothing_of_the_training_is_kept_alive() -> None:
         return [ref() is None for ref in refs]
 
     assert launch(train).value == [True] * 4
-
-
-def test_a_bar_that_draws_at_every_step_reports_ten_times_a_second_and_its_end() -> None:
-    def train() -> None:
-        from tqdm import tqdm
-
-        with tqdm(total=20_000) as bar:
-            for i in range(20_000):
-                bar.update()
-                bar.set_postfix(i=i)
-
-    run = launch(train)
-    told = [e for e in events(run) if isinstance(e, ev.Progress)]
-    assert (told[-1].n, told[-1].closed) == (20_000, True)
-    assert len(told) < 20 + 20 * run.state.elapsed(0)
 
 
 def test_optimizers_that_take_turns_have_a_curve_each() -> None:
@@ -455,19 +292,6 @@ def test_optimizers_that_take_turns_have_a_curve_each() -> None:
     assert run.state.ranks[0].progress.steps == 20
 
 
-def test_two_optimizers_on_one_loss_and_one_after_the_other_have_one_curve() -> None:
-    def train() -> None:
-        for _ in range(2):
-            model = nn.Linear(4, 1)
-            both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-            for _ in range(10):
-                model(torch.ones(4, 4)).pow(2).mean().backward()
-                for optimizer in both:
-                    optimizer.step()
-
-    assert [n for n in launch(train).state.curves.automatic if "loss" in n] == ["loss"]
-
-
 def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:
     def train() -> None:
         model = nn.Linear(4, 1)
@@ -482,66 +306,6 @@ def test_what_is_logged_without_a_step_is_where_the_training_is() -> None:
     assert run.state.curves.logged["val"].span == (10.0, 30.0)
     history = run.history
     assert list(history["step"][history["val"].notna()]) == [10, 20, 30]
-
-
-def text_of(page: str) -> str:
-    return re.sub("<[^>]*>", "", page)
-
-
-def test_the_last_counts_of_a_rank_that_hangs_are_shown() -> None:
-    """Reports come twice a second; the steps after the last one are as true."""
-
-    def hangs() -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step, (x, _) in enumerate(DataLoader(DATA, batch_size=4)):
-            if step == 20 and nbtrain.rank() == 1:
-                time.sleep(600)
-            model(x).sum().backward()
-            dist.all_reduce(model.weight.grad)
-            optimizer.step()
-
-    with launched(hangs) as run:
-        first_verdict(run, "rank 1 is at")
-        wait_until(
-            lambda: [r.progress and r.progress.steps for r in run.state.ranks] == [20, 20], 60
-        )
-        wait_until(lambda: "steps/s0" in text_of(board.render(run.state, clock.now())), 60)
-        assert " left" not in text_summary.summary(run.state, clock.now())
-
-
-def test_a_step_by_which_torch_makes_an_optimizers_state_does_not_count() -> None:
-    def train(model: torch.nn.Module) -> None:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        optimizer = torch.optim.AdamW(model.parameters())
-        get_state_dict(model, optimizer)
-        for _ in range(5):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run = nbtrain.launch(train, torch.nn.Linear(4, 1), num_processes=1, view="none")
-    assert run.to_dict()["steps"] == 5
-
-
-@pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo", None])
-def test_a_group_with_a_backend_per_device_is_compared(backend: str | None) -> None:
-    def train(model: torch.nn.Module, backend: str | None) -> None:
-        torch.distributed.init_process_group(backend)
-        torch.manual_seed(nbtrain.rank())
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(20):
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-
-    run = nbtrain.launch(train, torch.nn.Linear(4, 1), backend, num_processes=2, view="none")
-    assert "stopped" not in run.logs(0)
-    assert run.state.notes == ()
 
 
 @pytest.mark.parametrize("sources", [("data",), ("loss", "data")])

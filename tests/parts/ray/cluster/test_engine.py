@@ -13,7 +13,7 @@ from tests.support.kernel import Notebook
 from tests.support.strangers import listening
 from tests.support.waiting import wait_until
 
-from .runs import DDP, RESUMES, check_the_quickstart, number_of
+from .runs import DDP, RESUMES, number_of
 from .simulated import Simulated
 
 SPIN = """
@@ -94,30 +94,6 @@ def test_ranks_tell_their_stacks_die_and_stop_like_others(notebook: Notebook) ->
     wait_until(lambda: notebook.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
     notebook.run("run.stop(); run.wait()")
     assert notebook.value("run.state.status") == "interrupted"
-
-
-def test_the_first_nodes_store_is_a_process_whose_end_is_the_runs(notebook: Notebook) -> None:
-    notebook.run(SPIN)
-    notebook.run(
-        "run = nbtrain.launch(spin, engine='ray', nodes=2, num_processes=2, background=True)"
-    )
-    wait_until(lambda: notebook.value("all((r.step or 0) > 5 for r in run.state.ranks)"), 60)
-    rank = psutil.Process(notebook.value("run.state.ranks[0].pid"))
-    node = rank.parent()
-    assert node is not None
-    (store,) = [p for p in node.children() if p != rank and listening([p.pid])]
-    assert not any("libtorch" in library.path for library in node.memory_maps())
-    store.kill()
-    told = notebook.value("(run.wait(), str(run.failure))[1]")
-    assert "the store in which the ranks meet has ended: it was killed" in told
-
-
-def test_ranks_meet_where_nothing_is_imported_ahead(notebook: Notebook) -> None:
-    notebook.run(SPIN)
-    notebook.run("os.environ['NBTRAIN_PRELOAD'] = 'off'")
-    out = notebook.run("%%distributed -e ray --nodes 2 -n 2 --view none\nspin(5)", timeout=120)
-    notebook.run("del os.environ['NBTRAIN_PRELOAD']")
-    assert not out.ename, out.traceback
 
 
 def test_who_waits_for_whom_is_told_across_nodes(notebook: Notebook) -> None:
@@ -231,14 +207,6 @@ def test_the_next_run_goes_on_with_the_processes_of_the_last(notebook: Notebook)
     wait_until(lambda: not any(map(psutil.pid_exists, before)), 30)
 
 
-def test_a_process_that_holds_what_may_be_devices_ends_with_its_run(notebook: Notebook) -> None:
-    first = _nodes_processes(notebook)
-    held = _nodes_processes(notebook, options="--resources slot=1")
-    assert not set(first) & set(held)
-    wait_until(lambda: not any(map(psutil.pid_exists, held)), 30)
-    assert set(_nodes_processes(notebook)) == set(first)
-
-
 def test_a_driver_that_was_lost_between_two_runs_is_started_anew(notebook: Notebook) -> None:
     first = _nodes_processes(notebook)
     notebook.run("from nbtrain.parts.ray import engine; engine._kept._process.kill()")
@@ -266,12 +234,6 @@ def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint_on_another
     notebook.run("run.wait()", timeout=120)
     assert notebook.value("run.state.status") == "succeeded"
     assert all(start >= 20 for start in notebook.value("run.results"))
-
-
-def test_the_quickstart_trains_on_two_nodes_to_the_bits_of_fresh_processes_here(
-    notebook: Notebook,
-) -> None:
-    check_the_quickstart(notebook)
 
 
 def test_a_detached_run_goes_on_without_its_kernel_and_is_shown_in_another(

@@ -29,13 +29,6 @@ def test_live_ranks(live: Notebook, check: Callable[[Notebook], None]) -> None:
     check(live)
 
 
-def test_what_ranks_print_and_plot_is_shown(live: Notebook) -> None:
-    out = live.run("%%distributed\nfrom IPython.display import HTML\nHTML(f'<b>{rank}</b>')")
-    assert [d["text/html"] for d in out.displays if "text/html" in d] == ["<b>0</b>"]
-    live.run("%%distributed\nfor i in range(20_000): print('line', i)")
-    assert live.value("nbtrain.last_run().logs(1).count('line')") == 20_000
-
-
 def test_a_rank_that_does_not_hear_an_interrupt_is_named_with_its_line(
     live: Notebook, tmp_path: Path
 ) -> None:

@@ -28,18 +28,12 @@ def train_a_global() -> None:
     step(model)
 
 
-def train_with(optimizer: torch.optim.Optimizer) -> None:
-    spare(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-
-
 def train_globals_in_a_list() -> None:
     for part in [*parts, holder.net]:
         step(part)
 
 
 parts = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-optimizer = torch.optim.SGD(spare.parameters(), lr=0.1)
 holder = SimpleNamespace(net=torch.nn.Linear(2, 2))
 
 
@@ -69,12 +63,6 @@ def test_what_is_copied_back_or_need_not_be_is_not_mentioned() -> None:
     assert notes_of(train_globals_in_a_list, out="parts, holder") == []
     assert notes_of(train_a_global, sync=False) == []
     assert notes_of(train_a_global, telemetry=()) == []
-
-
-def test_an_optimizer_that_comes_back_does_not_end_the_look() -> None:
-    done = run(train_with, optimizer, out="optimizer")
-    assert "stopped" not in done.logs(0)
-    assert any("`spare`" in note for note in done.state.notes)
 
 
 @pytest.mark.timeout(60)

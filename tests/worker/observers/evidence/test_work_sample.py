@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch._dynamo  # else each rank imports it at its first step, for seconds
@@ -15,12 +14,10 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     TensorDataset,
 )
 
 import nbtrain
-from nbtrain.worker.observers.evidence.work_sample import digest
 from tests.support.kernel import Notebook
 from tests.support.loop_table import lightning_fit, transformers_trainer
 from tests.support.runs import launch
@@ -131,17 +128,6 @@ def inference() -> float:
     return total
 
 
-def one_batch_over_and_over() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(12):
-        fit(model, optimizer, batches(TensorDataset(*DATA[:8])))
-    dist.destroy_process_group()
-
-
 def members_of_an_ensemble() -> None:
     """Ranks of one group that train a model each, on purpose."""
     from accelerate import Accelerator
@@ -168,99 +154,15 @@ def averages_weights_now_and_then() -> None:
     KEPT.append(model)
 
 
-def averages_by_hand() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model, optimizer = parts()
-    loader = batches(sampler=DistributedSampler(DATA))
-    for x, y in [*loader, *loader]:
-        (model(x) - y).pow(2).mean().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def sweep() -> None:
     model, _ = parts()
     lr = 0.1 * (1 + nbtrain.rank())
     fit(model, torch.optim.SGD(model.parameters(), lr=lr), batches(shuffle=True))
 
 
-def late_sweep() -> None:
-    """Ranks that differ only after the steps that are compared first."""
-    model, optimizer = parts()
-    for epoch in range(3):
-        if epoch == 2 and nbtrain.rank():
-            optimizer.param_groups[0]["lr"] = 0.01
-        fit(model, optimizer, batches())
-
-
 def only_one_trains() -> None:
     if nbtrain.rank() == 0:
         Learner().train()
-
-
-def ddp_without_a_loader(draw: Callable[[int], torch.Tensor]) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(12):
-        model(draw(step)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-INPUTS = DATA.tensors[0]
-
-
-def takes_slices() -> None:
-    ddp_without_a_loader(lambda step: INPUTS[8 * step : 8 * step + 8])
-
-
-def takes_slices_of_its_part() -> None:
-    part = INPUTS[nbtrain.rank() :: nbtrain.world_size()]
-    ddp_without_a_loader(lambda step: part[4 * step : 4 * step + 4])
-
-
-def draws_with_numpy() -> None:
-    ddp_without_a_loader(lambda step: INPUTS[np.random.choice(96, 8)])
-
-
-def a_last_layer_of_zeros_in_a_warm_up() -> None:
-    from accelerate import Accelerator
-
-    acc, model = Accelerator(), nn.Linear(4, 3)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    torch.manual_seed(7 + nbtrain.rank())
-    for _ in range(12):
-        x, y = torch.randn(32, 4), torch.randint(3, (32,))
-        acc.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def the_loss_of_what_all_ranks_draw() -> None:
-    from accelerate import Accelerator
-
-    acc, (model, optimizer) = Accelerator(), parts()
-    model, optimizer = acc.prepare(model, optimizer)
-    torch.manual_seed(7 + nbtrain.rank())
-    for _ in range(12):
-        x = acc.gather(torch.randn(8, 4))
-        acc.backward(model(x).pow(2).mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def draws_with_numpy_by_rank() -> None:
-    np.random.seed(7 + nbtrain.rank())
-    draws_with_numpy()
 
 
 class Drawn(Dataset[Any]):
@@ -287,32 +189,10 @@ def ddp_on_samples_drawn_by_rank() -> None:
     ddp_on_drawn_samples()
 
 
-def gathers_in_a_library() -> None:
-    """As a contrastive loss of a package does, whose source nobody reads."""
-    import torch.distributed as dist
-
-    gather = getattr(dist, "all_" + "gather")
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    part = INPUTS[nbtrain.rank() :: nbtrain.world_size()]
-    for step in range(12):
-        own = model(part[4 * step : 4 * step + 4])
-        every = [torch.zeros_like(own) for _ in range(2)]
-        gather(every, own.detach())
-        every[nbtrain.rank()] = own
-        torch.cat(every).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 RIGHT = [
-    gathers_in_a_library,
-    *(takes_slices_of_its_part, draws_with_numpy_by_rank, ddp_on_samples_drawn_by_rank),
-    *(a_last_layer_of_zeros_in_a_warm_up, the_loss_of_what_all_ranks_draw),
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
-    *(one_batch_over_and_over, sweep, late_sweep, only_one_trains),
-    *(members_of_an_ensemble, averages_by_hand, averages_weights_now_and_then),
+    *(sweep, only_one_trains, ddp_on_samples_drawn_by_rank),
+    *(members_of_an_ensemble, averages_weights_now_and_then),
 ]
 
 
@@ -352,41 +232,12 @@ def only_the_loader_is_prepared() -> None:
     KEPT.append(learner)  # as the notebook keeps its model
 
 
-def averages_the_loss_alone() -> None:
-    """Something is exchanged in each step, and no gradients."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model, optimizer = parts()
-    loader = batches(sampler=DistributedSampler(DATA))
-    for x, y in [*loader, *loader]:
-        loss = (model(x) - y).pow(2).mean()
-        loss.backward()
-        dist.all_reduce(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    KEPT.append(model)
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from DATA
-
-
 def ddp_on_all_data() -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(*parts())
     fit(model, optimizer, batches(shuffle=True), accelerator.backward)
-
-
-def ddp_on_a_stream() -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(parts()[0])
-    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(Stream()))
 
 
 def predict() -> float:
@@ -398,9 +249,7 @@ def predict() -> float:
 JOIN = "write `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`"
 SPLIT = "`loader = accelerator.prepare(loader)`"
 REPEATED = "all 2 ranks train on the same batches"
-BY_RANK = "`data[nbtrain.rank() :: nbtrain.world_size()]`"
 SEED = "`torch.manual_seed(seed + nbtrain.rank())`"
-NUMPY_SEED = "`np.random.seed(seed + nbtrain.rank())`"
 
 
 @pytest.mark.parametrize(
@@ -411,11 +260,7 @@ NUMPY_SEED = "`np.random.seed(seed + nbtrain.rank())`"
         (trains_alone_and_shuffles_anew, ("each trains a separate model", JOIN), "succeeded"),
         (without_prepare, ("the 2 ranks exchange no gradients: each trains alone",), ALONE),
         (only_the_loader_is_prepared, ("trained different weights", JOIN), OWN),
-        (averages_the_loss_alone, ("the notebook gets those of rank 0", JOIN), OWN),
         (ddp_on_all_data, (REPEATED, SPLIT), SAME),
-        (ddp_on_a_stream, (REPEATED, SPLIT), SAME),
-        (takes_slices, (REPEATED, BY_RANK), SAME),
-        (draws_with_numpy, (REPEATED, NUMPY_SEED), SAME),
         (ddp_on_drawn_samples, (REPEATED, SEED), SAME),
         (predict, ("all 2 ranks went over the same batches",), "succeeded"),
     ],
@@ -480,12 +325,3 @@ def test_a_cell_is_told_its_own_line(notebook: Notebook) -> None:
     assert f"⚠ train(): {ALONE}" in board
     ignored = notebook.run(cell.replace("\n", "\n# nbtrain: ignore[migrate]\n", 1)).board
     assert "✓ train(): succeeded" in ignored
-
-
-def test_a_digest_is_of_what_a_batch_holds() -> None:
-    x = torch.arange(6.0)
-    assert digest({"x": x, "n": 1}) == digest({"x": x.clone(), "n": 1}) != digest({"x": x, "n": 2})
-    assert digest([x.reshape(2, 3)]) != digest([x.reshape(3, 2)])
-    assert digest(["a text"]) != digest(["another"])
-    assert digest(object()) == digest(torch.ones(2, device="meta")) == ""
-    assert digest(torch.ones(2).to_sparse()) == ""
