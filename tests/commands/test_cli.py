@@ -119,15 +119,14 @@ def test_a_run_that_is_followed_ends_with_its_code() -> None:
     assert cli.main(["show"]) == 0
 
 
-@pytest.mark.parametrize("command", ["show", "logs"])
-def test_a_terminal_that_is_not_utf_8_and_a_full_disk_get_no_traceback(command: str) -> None:
+def test_a_terminal_that_is_not_utf_8_and_a_full_disk_get_no_traceback() -> None:
     def train() -> str:
         print("λ ✓ \ud800")
         nbtrain.log(λ=1.0)
         return "é"
 
     launch(train, n=1)
-    nbtrain_ = [sys.executable, "-m", "nbtrain", command]
+    nbtrain_ = [sys.executable, "-m", "nbtrain", "show"]
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     out = subprocess.run(nbtrain_, capture_output=True, env=ascii_only, timeout=60)
     assert (out.returncode, out.stderr) == (0, b"")

@@ -191,14 +191,6 @@ def test_environment_and_precision_reach_a_plain_accelerator(notebook: Notebook)
     assert notebook.value("'GREETING' in os.environ") is False
 
 
-def test_an_accelerator_of_the_notebook_is_refused_where_it_is_used(notebook: Notebook) -> None:
-    notebook.run("from accelerate import Accelerator\nmine = Accelerator(cpu=True)")
-    assert notebook.run("%%distributed -n 2\n1").ename == ""
-    out = notebook.run("%%distributed -n 2\nmine.print(1)")
-    assert out.ename == "PreflightError"
-    assert "`mine` (an Accelerator) was made in the notebook" in out.evalue
-
-
 def test_output_of_ranks_is_kept_by_rank(notebook: Notebook) -> None:
     out = notebook.run(
         "%%distributed -n 2\n"
@@ -248,11 +240,6 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
     assert '"closed":true' in last
 
 
-def test_input_in_a_rank_says_so_instead_of_waiting(notebook: Notebook) -> None:
-    out = notebook.run("%%distributed -n 1\ninput('name? ')", timeout=20)
-    assert out.ename == "StdinNotImplementedError"
-
-
 def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
     notebook.run("%unload_ext nbtrain")
     assert "UsageError" in notebook.run("%distributed -n 1 1").stderr
@@ -295,41 +282,6 @@ def test_what_is_misspelt_is_guessed(notebook: Notebook) -> None:
     assert "has no command 'gaurd' (did you mean guard?)" in out.evalue
     out = notebook.run("%%distributed --num_processes 2\n1")
     assert "--num_processes 2 (did you mean --num-processes?)" in out.evalue
-
-
-def test_a_cell_whose_function_takes_its_rank_is_refused_with_its_last_line(
-    notebook: Notebook,
-) -> None:
-    cell = "def work(rank, world_size, epochs=2):\n    return rank, world_size"
-    out = notebook.run(f"%%distributed\n{cell}")
-    last = "work(nbtrain.rank(), nbtrain.world_size())"
-    assert f"If it is the rank, as for mp.spawn, add `{last}` as the last line" in out.evalue
-    notebook.run(f"%%distributed -n 2\n{cell}\n{last}")
-    assert notebook.value("nbtrain.last_run().results") == [(0, 2), (1, 2)]
-
-
-def test_a_port_that_is_in_use_is_refused(notebook: Notebook) -> None:
-    notebook.run(
-        "import socket\nholder = socket.socket()\nholder.bind(('127.0.0.1', 0))\nholder.listen(1)\n"
-        "port = holder.getsockname()[1]"
-    )
-    out = notebook.run("%%distributed --env MASTER_PORT={port}\n1")
-    assert "cannot be used here (Address already in use" in out.evalue
-    assert "Leave out --env MASTER_PORT: nbtrain then uses a free port." in out.evalue
-    notebook.run("holder.close()")
-
-
-def test_a_tpu_that_is_in_use_is_not_helped_by_fresh_processes(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nfrom nbtrain.system import tpu")
-    out = kernel.run("tpu.is_initialized = lambda: True")
-    assert "initialised XLA, so ranks cannot use XLA. Restart the kernel and use XLA" in out.stdout
-    assert "spawn" not in out.stdout
-    out = kernel.run("%nbtrain guard")
-    assert "Ranks cannot use XLA. Restart the kernel." in out.stdout
-    assert "spawn" not in out.stdout
 
 
 def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: Notebook) -> None:

@@ -61,12 +61,10 @@ def test_the_note_of_a_launch_names_the_command(notebook: Notebook) -> None:
     ("cell", "problem"),
     [
         ("%%nbtrain migrate\nx = 1", "no loop that can be changed"),
-        ("%%nbtrain migrate --all\nx = 1", "unknown arguments '--all'"),
         ("%%nbtrain doctor\nx = 1", "for a cell is `migrate`"),
         ("%nbtrain migrate", "on top of the cell"),
         ("%%nbtrain migrate\n" + CELL.replace("loss.back", "(scale * loss).back"), "by hand"),
         ("%%nbtrain migrate\n%%distributed\ntrain(model, optimizer, loader)", "on top of that"),
-        ("%%nbtrain migrate\ndef train(:\n    pass", "invalid syntax"),
     ],
 )
 def test_a_cell_that_cannot_be_migrated_is_refused_with_the_reason(

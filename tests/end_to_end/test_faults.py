@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import psutil
 import pytest
 
 from nbtrain import last_run
-from nbtrain.worker import limits, thread_joining
+from nbtrain.worker import limits
 from tests.support import shared_memory
 from tests.support.health import HEALTH
 from tests.support.waiting import wait_until
@@ -33,6 +30,18 @@ _LONG = {
     "no more processes in the container, mid-run, fork",
     "out of memory (the container's), mid-run, fork",
     "SIGKILL, mid-run, spawn",
+    "1 GB of output, mid-run, fork",
+    "a thread that never ends, end, fork",
+    "exception that holds 400 MB, collective, fork",
+    "echo first, the cause 0.6 s later, collective, fork",
+    "exception, import, live",
+    "exception of a class that pickle cannot remake, mid-run, live",
+    "exception whose __str__ raises, collective, live",
+    "SIGKILL, mid-run, live",
+    "os._exit(7), collective, live",
+    "too many open files, mid-run, live",
+    "CUDA out of memory, mid-run, live",
+    "disk of the run folder full, mid-run, live",
 }
 _MARKED = [
     pytest.param(
@@ -79,19 +88,6 @@ def unharmed(health: Callable[[], dict[str, Any]]) -> Iterator[None]:
     assert not [name for name in left if name.split("_")[1] in pids]
 
 
-def test_threads_that_are_waited_for_are_named_while_there_are_any(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    threads = [threading.main_thread()]  # the last other one has just ended
-    monkeypatch.setattr(threading, "enumerate", lambda: threads)
-    patience = thread_joining._IdleAlarm()
-    patience()
-    assert capsys.readouterr().out == ""
-    threads.append(threading.Thread(name="a saver"))
-    patience()
-    assert "waiting for thread a saver" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("row", _MARKED, ids=lambda row: row.name)
 def test_a_fault_is_told_for_what_it_is_and_leaves_nothing(
     row: Row, unharmed: None, monkeypatch: pytest.MonkeyPatch
@@ -129,17 +125,6 @@ def _check_order(row: Row, out: Outcome) -> None:
         assert exits[0] == row.culprit, out.order
 
 
-def test_another_process_finds_the_same_verdict() -> None:
-    out = faults.launched(Row("exception of a class that pickle cannot remake", "mid-run", "x"))
-    run = last_run()
-    assert run is not None
-    code = f"import nbtrain; print(nbtrain.Run.open({str(run.folder)!r}).failure)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert told.stdout.strip() == str(out.verdict), told.stderr
-    assert "rank 1: Odd: odd one  [exception]\n  · at line " in told.stdout
-    assert told.stdout.rstrip().endswith("· rank 0 was stopped")
-
-
 def test_no_child_of_a_rank_is_left(unharmed: None) -> None:
     faults.launched(Row("children left running", "end"))
     run = last_run()
@@ -160,14 +145,13 @@ def _of_sessions(leaders: set[int | None]) -> list[int]:
 
 
 def test_deaths_are_seen_at_once() -> None:
-    seen = sorted(faults.deaths(5))
-    assert 0 < seen[2] < 0.3, seen  # promised: 0.1 s
+    seen = sorted(faults.deaths(3))
+    assert 0 < seen[1] < 0.3, seen  # promised: 0.1 s
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["behaving", "deaf"])
 @pytest.mark.parametrize("door", faults.DOORS)
-def test_every_door_stops_a_run(door: str, deaf: bool, unharmed: None) -> None:
-    assert faults.stopped(door, deaf) < (12 if deaf else 3)  # promised: 4 s and 1 s
+def test_every_door_stops_a_run(door: str, unharmed: None) -> None:
+    assert faults.stopped(door, deaf=False) < 3  # promised: 1 s
     run = last_run()
     assert run is not None
     assert run.state.status == ("timed out" if door == "timeout" else "interrupted")

@@ -30,12 +30,9 @@ def titles(notebook: Notebook, cell: str) -> tuple[str, str, str, str]:
     return board, out.board, card, row
 
 
-@pytest.mark.parametrize("options", ["", " -e spawn"])
-def test_a_cell_without_a_function_is_called_by_its_number(
-    notebook: Notebook, options: str
-) -> None:
+def test_a_cell_without_a_function_is_called_by_its_number(notebook: Notebook) -> None:
     before = notebook.value("len(In)")
-    board, text, card, row = titles(notebook, f"%%distributed -n 2{options}\n{CELL}")
+    board, text, card, row = titles(notebook, f"%%distributed -n 2\n{CELL}")
     name = f"cell [{before}]"
     assert re.search(rf"✓ {re.escape(name)} #\d+ {LINE} succeeded 2 ranks", board)
     assert f"✓ {name} {LINE}: succeeded" in text
@@ -54,12 +51,10 @@ def test_in_live_ranks_too(notebook: Notebook) -> None:
         notebook.run("%nbtrain stop")
 
 
-@pytest.mark.parametrize(
-    "line", ["%run {}", "%run -i {} --epochs 3", "import os\n%run -i folder/../{}"]
-)
-def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook, line: str) -> None:
+def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook) -> None:
     notebook.run("os.makedirs('folder', exist_ok=True); open('train.py', 'w').write('x = 1')")
-    board, text, card, row = titles(notebook, f"%%distributed -n 2\n{line.format('train.py')}")
+    cell = "%%distributed -n 2\nimport os\n%run -i folder/../train.py"
+    board, text, card, row = titles(notebook, cell)
     for shown in (board, card):
         assert re.search(r"✓ train\.py #\d+ succeeded 2 ranks", shown)
     assert "✓ train.py: succeeded" in text

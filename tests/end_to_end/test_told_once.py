@@ -20,9 +20,6 @@ CASES = {
         f"    if dist.get_rank() == 1: {RAISE}\n"
         "    dist.barrier()\n"
     ),
-    "one of three raises, the others are stopped": (
-        f"    import nbtrain, time\n    if nbtrain.rank() == 1: {RAISE}\n    time.sleep(600)\n"
-    ),
     "all three raise": f"    {RAISE}\n",
 }
 

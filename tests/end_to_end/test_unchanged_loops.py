@@ -89,29 +89,6 @@ def train():
     return [logged["loss"] for logged in trainer.state.log_history if "loss" in logged][-1]
 """
 
-LIGHTNING = """
-import lightning
-
-class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-    def training_step(self, batch, _index):
-        x, y = batch
-        loss = self.told = (self.layer(x) - y).pow(2).mean()
-        return loss
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-def train():
-    module = Module()
-    trainer = lightning.Trainer(
-        max_epochs=4, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
-    )
-    trainer.fit(module, DataLoader(Slow(), batch_size=4))
-    return module.told.item()
-"""
-
 
 @dataclass(frozen=True)
 class Loop:
@@ -128,7 +105,6 @@ LOOPS = {
     "accelerate": Loop(ACCELERATE, ("epoch 4/4 › batch 8/8",) * 2, 32),
     # Both draw a bar, in the first rank alone.
     "trainer": Loop(TRAINER, ("step 32/32",) * 2, 32, "transformers"),
-    "lightning": Loop(LIGHTNING, ("epoch 4/4",) * 2, 32, "lightning"),
 }
 FASTEST = 25.0
 """Steps a second that the slowness of the data allows, at four samples a step."""

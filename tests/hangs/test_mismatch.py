@@ -56,12 +56,10 @@ def test_different_calls_of_one_number_are_named_with_both_places() -> None:
         run(failed(0, LOST, (7, "barrier", "", True)), returned(1, 7)),  # it had called it
         run(failed(0, LOST, (7, "barrier", "", True)), RankState(1, "done")),  # nobody knows
         run(failed(0, "ValueError: x", (7, "barrier", "", False)), returned(1, 6)),  # its own
-        run(failed(0, LOST), returned(1, 6)),
         run(
             failed(0, LOST, (5, "all_reduce", "3", True)),
             failed(1, LOST, (5, "all_reduce", "3", True)),
         ),
-        run(failed(0, LOST, (5, "all_reduce", "3", True)), RankState(1, "stopped")),
     ],
 )
 def test_what_matches_or_is_not_known_is_not_explained(state: RunState) -> None:

@@ -83,24 +83,6 @@ def test_what_a_module_sets_is_put_back(install: Callable[..., None]) -> None:
     assert dict(os.environ) == environment
 
 
-def test_what_a_thread_of_the_users_sets_meanwhile_stays(
-    slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begins, goes_on = slow
-    monkeypatch.delenv("OF_A_THREAD", raising=False)
-
-    def set_it() -> None:
-        begins.wait(100)
-        os.environ["OF_A_THREAD"] = "1"
-        goes_on.set()
-
-    thread = threading.Thread(target=set_it)
-    thread.start()
-    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
-    thread.join()
-    assert os.environ.pop("OF_A_THREAD") == "1"
-
-
 def test_the_switch_and_variables_of_the_run_leave_imports_to_the_ranks(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,27 +142,6 @@ def test_an_interrupt_meanwhile_starts_no_rank(
     # A short import is whole; one that hung ended, and no other is begun in this kernel.
     assert [name in sys.modules for name in imports_ahead.NAMES] == [not hangs, False]
     assert ranks_see("after_slow") == [not hangs] * 2
-
-
-def test_a_process_that_another_thread_forks_meanwhile_has_the_whole_module(
-    slow: tuple[threading.Event, threading.Event],
-) -> None:
-    begins, goes_on = slow
-    codes: list[int] = []
-
-    def fork() -> None:
-        begins.wait(100)
-        threading.Timer(0.2, goes_on.set).start()
-        child = os.fork()
-        if child == 0:
-            os._exit(not getattr(sys.modules["slow_one"], "done", False))
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
-    thread.join()
-    assert codes == [0]
 
 
 STEP = """

@@ -105,30 +105,6 @@ def test_a_rank_that_trains_has_its_two_seconds_though_another_is_starting() -> 
     assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
 
 
-def test_a_rank_that_reports_nothing_by_itself_may_have_trained() -> None:
-    controller = StopController(0.0, sees_training=False)
-    first = decide(controller, 5.0, picture("running", "starting"), pressed=True)
-    assert first[0] == "stopped by an interrupt: ranks have 2 s to save"
-    assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
-    controller = StopController(0.0, sees_training=False)
-    first = decide(controller, 5.0, picture("starting", "starting"), pressed=True)
-    assert first[0] == "stopped by an interrupt: ranks were still starting"
-
-
-def test_ranks_of_a_later_attempt_are_starting_however_long_the_run_takes() -> None:
-    controller = StopController(0.0)
-    controller.reset(1000.0)
-    first = decide(controller, 1005.0, picture("running", "starting"), pressed=True)
-    assert first[0] == "stopped by an interrupt: ranks were still starting"
-
-
-def test_ranks_whose_beginning_was_perhaps_lost_have_two_seconds_to_save() -> None:
-    controller = StopController(0.0)
-    late = decide(controller, 61.0, picture("running", "starting"), pressed=True)
-    assert late[0] == "stopped by an interrupt: ranks have 2 s to save"
-    assert sent(decide(controller, 62.0)) == [("interrupt", BOTH)]
-
-
 def test_a_second_interrupt_kills_at_once() -> None:
     controller = StopController(0.0)
     decide(controller, 1.0, pressed=True)
@@ -146,14 +122,6 @@ def test_a_timeout_counts_from_the_start_whatever_attempt_it_is() -> None:
     late = decide(controller, 105.1)
     assert late[0] == "the timeout of 5 s has passed; ranks have 2 s to save"
     assert controller.cause == "timed out"
-
-
-def test_where_nobody_waits_the_ranks_have_one_second() -> None:
-    controller = StopController(0.0)
-    controller.request("because its kernel ended", hasty=True)
-    assert sent(decide(controller, 1.0)) == [("interrupt", BOTH)]
-    assert sent(decide(controller, 1.8)) == [("terminate", BOTH)]
-    assert sent(decide(controller, 2.1)) == [("kill", BOTH)]
 
 
 def test_after_a_failure_a_rank_that_is_failing_itself_has_its_time_to_report() -> None:
@@ -194,12 +162,3 @@ def test_what_an_end_counts_as() -> None:
     assert controller.verdict(RUNNING, 1, -signal.SIGSEGV, has_reported=False) == "failed"
     controller.reset(101.0)
     assert controller.verdict(RUNNING, 1, -signal.SIGINT, has_reported=False) == "failed"
-
-
-def test_a_rank_that_was_failing_when_it_was_killed_has_failed() -> None:
-    controller = StopController(0.0)
-    state = picture("failed", "failing", error="ValueError: x")
-    decide(controller, 0.0, state, frozenset({1}))
-    decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.1, state, frozenset({1}))
-    assert controller.ended_by_our_signal(1, -signal.SIGKILL)
-    assert controller.verdict(state, 1, -signal.SIGKILL, has_reported=False) == "failed"

@@ -88,18 +88,6 @@ def test_unloading_puts_everything_back(
     assert kernel.value(f"before == {look}")
 
 
-def test_reloading_keeps_the_mode_and_inline_is_no_notebook(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\n%nbtrain guard block\nfrom accelerate import Accelerator")
-    kernel.run("%reload_ext nbtrain")
-    assert kernel.run("Accelerator(cpu=True)").ename == "AcceleratorBlockedError"
-    inline = kernel.run("%distributed -e inline Accelerator(cpu=True).num_processes")
-    assert inline.ename == "", inline.traceback
-    assert kernel.run("Accelerator(cpu=True)").ename == "AcceleratorBlockedError"
-
-
 def test_a_module_that_comes_later_is_watched_too(
     start_kernel: Callable[..., Notebook],
 ) -> None:

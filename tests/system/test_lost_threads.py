@@ -54,7 +54,6 @@ def busy(notebook: Notebook) -> Iterator[Notebook]:
     [
         "while True: batches.get()",
         pytest.param("lock.acquire()", marks=pytest.mark.slow),
-        pytest.param("replies.get()", marks=pytest.mark.slow),
     ],
 )
 def test_a_hang_that_waits_for_a_thread_of_the_notebook_names_it(line: str, busy: Notebook) -> None:
@@ -82,7 +81,6 @@ def test_a_rank_that_the_others_wait_for_may_miss_one_too(busy: Notebook) -> Non
     [
         "with ThreadPool(1) as pool: pool.apply(time.sleep, [600])",
         pytest.param("time.sleep(600)", marks=pytest.mark.slow),
-        pytest.param("nbtrain.rank() and time.sleep(600); dist.barrier()", marks=pytest.mark.slow),
     ],
 )
 def test_a_hang_of_another_cause_does_not(line: str, busy: Notebook) -> None:

@@ -28,15 +28,11 @@ GIB = 1 << 30
     ("size", "text"),
     [
         (0, "0 B"),
-        (1023, "1,023 B"),
         (3072, "3 KiB"),
         (64 << 20, "64 MiB"),
-        (GIB - 1, "1,024 MiB"),
         (GIB, "1.0 GiB"),
         (99.96 * GIB, "100.0 GiB"),
-        (141 * GIB, "141 GiB"),
         (1 << 41, "2.0 TiB"),
-        (1 << 51, "2,048 TiB"),
     ],
 )
 def test_bytes_have_binary_units(size: float, text: str) -> None:
@@ -61,11 +57,8 @@ def test_durations_have_units(seconds: float, text: str) -> None:
     ("value", "text"),
     [
         (0.123456, "0.1235"),
-        (12, "12"),
         (1e-7, "1e-07"),
-        (3.0, "3"),
         (math.nan, "nan"),
-        ("text", "text"),
         (123_456, "123,456"),
         (12_345.6, "12,346"),
         (2_000_000.0, "2e+06"),

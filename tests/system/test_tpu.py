@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from nbtrain.errors import MissingExtra, PlanError
 from nbtrain.system import tpu as host_tpu
-from nbtrain.system.tpu import Tpu, chips_of, find, has_torch_tpu, holders, is_wanted, signs
+from nbtrain.system.tpu import Tpu, chips_of, find, holders, is_wanted, signs
 
 
 def host(root: Path, *chips: str, vendor: str = "0x1ae0") -> Path:
@@ -31,11 +30,7 @@ def host(root: Path, *chips: str, vendor: str = "0x1ae0") -> Path:
         (["0x0063"], {"TPU_ACCELERATOR_TYPE": "v5e-1"}, Tpu("v5e", 1), 1),  # Colab
         (["0x0063"] * 8, {"TPU_ACCELERATOR_TYPE": "v5litepod-8"}, Tpu("v5e", 8), 8),  # Kaggle
         (["0x0027"] * 4, {"TPU_ACCELERATOR_TYPE": "v3-8"}, Tpu("v3", 4), 8),
-        (["0x0027"] * 4, {"TPU_ACCELERATOR_TYPE": "v2-8"}, Tpu("v2", 4), 8),
         (["0x005e"] * 4, {}, Tpu("v4", 4), 4),
-        (["0x0062"] * 4, {}, Tpu("v5p", 4), 4),
-        (["0x006f"] * 8, {}, Tpu("v6e", 8), 8),
-        (["0x0076"] * 4, {"TPU_ACCELERATOR_TYPE": "tpu7x-8"}, Tpu("v7", 4), 4),
         (["0x005e"] * 4, {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}, Tpu("v4", 4, 2), 4),
         (["0x0063", "0x0042"], {"TPU_WORKER_HOSTNAMES": "localhost"}, Tpu("v5e", 1), 1),
     ],
@@ -76,9 +71,7 @@ def test_pjrt_device_decides(setting: str | None, wanted: bool) -> None:
     ("tpu", "asked", "given"),
     [
         (Tpu("v5e", 8), None, 8),
-        (Tpu("v5e", 8), 8, 8),
         (Tpu("v5e", 8), 1, 1),
-        (Tpu("v5e", 1), None, 1),
         (Tpu("v3", 4), None, 4),
         (Tpu("v3", 4), 8, 4),
     ],
@@ -182,17 +175,10 @@ def test_who_holds_a_chip_is_found_by_its_open_files(tmp_path: Path) -> None:
         (8, {}, None),
         (1, {}, {0}),
         (1, {"TPU_VISIBLE_CHIPS": "3"}, {3}),
-        (1, {"TPU_VISIBLE_DEVICES": "2, 3"}, {2, 3}),
         (1, {"TPU_VISIBLE_CHIPS": "3", "TPU_VISIBLE_DEVICES": "2"}, {3}),
-        (1, {"TPU_VISIBLE_CHIPS": "all"}, None),
     ],
 )
 def test_which_chips_a_run_takes_is_told_where_it_can_be(
     ranks: int, given: Mapping[str, str], chips: set[int] | None
 ) -> None:
     assert chips_of(ranks, given) == chips
-
-
-def test_a_stand_in_for_the_module_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_tpu", types.ModuleType("torch_tpu"))
-    assert not has_torch_tpu()

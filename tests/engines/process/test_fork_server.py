@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,16 +79,6 @@ def test_what_changed_in_the_notebook_is_so_in_its_ranks(kernel: Notebook, tmp_p
     assert kernel.value("server() != second")
 
 
-@pytest.mark.slow
-def test_it_is_killed_between_two_runs(kernel: Notebook) -> None:
-    asked(kernel, "1")
-    first = kernel.value("server()")
-    os.kill(first, signal.SIGKILL)
-    wait_until(lambda: is_gone(first))  # one that dies in a launch costs that launch the fork
-    assert asked(kernel, IS_FORKED) == [True, True]
-    assert kernel.value("server()") != first
-
-
 def test_ranks_outlive_it_and_stop_when_asked(kernel: Notebook) -> None:
     asked(kernel, "1")
     killed = "os.kill(server, 9)\nwhile os.path.exists(f'/proc/{server}/exe'): time.sleep(0.01)"
@@ -137,19 +125,6 @@ def fake_package(kernel: Notebook, tmp_path: Path, source: str) -> Path:
     module.write_text(source)
     kernel.run(f"sys.path.append({str(folder)!r}); imports_ahead.NAMES = ('fake_package',)")
     return module
-
-
-@pytest.mark.slow
-def test_a_package_that_is_installed_again_is_imported_anew(
-    kernel: Notebook, tmp_path: Path
-) -> None:
-    module = fake_package(kernel, tmp_path, "version = 1")
-    look = f"import fake_package\nfake_package.version, {IS_FORKED}"
-    assert asked(kernel, "'fake_package' in sys.modules") == [True, True]
-    assert asked(kernel, look) == [(1, True)] * 2
-    module.write_text("version = 2 * 1")
-    (module.parent.parent / "fake_package-2.dist-info").mkdir()  # as an installer does
-    assert asked(kernel, look) == [(2, True)] * 2
 
 
 @pytest.mark.slow

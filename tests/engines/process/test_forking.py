@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -82,10 +85,16 @@ def test_a_rank_is_what_the_notebooks_main_thread_was() -> None:
     assert run.value == (True, False, "MainThread", False, "meta")
 
 
-def test_a_failed_fork_is_raised_where_it_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise OSError(11, "Resource temporarily unavailable")
+def test_a_failed_fork_ends_the_ranks_that_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, forks, fork = psutil.Process().children(), [], os.fork
 
-    monkeypatch.setattr(forking.os, "fork", refuse)
-    with pytest.raises(nbtrain.errors.LaunchError, match="0 of 2 processes could be forked"):
-        nbtrain.launch(int, num_processes=2, view="none")
+    def refuse_the_third() -> int:
+        forks.append(1)
+        if len(forks) == 3:
+            raise OSError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(forking.os, "fork", refuse_the_third)
+    with pytest.raises(nbtrain.errors.LaunchError, match="2 of 3 processes could be forked"):
+        nbtrain.launch(time.sleep, 60, num_processes=3, view="none")
+    assert psutil.Process().children() == before

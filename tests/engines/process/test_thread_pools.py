@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from nbtrain.engines.process import thread_pools
 from nbtrain.engines.process.forking import fork_process
 from tests.support.kernel import Notebook
 
@@ -86,38 +83,6 @@ def test_a_child_begins_with_an_empty_pool_while_its_parent_has_work_in_it() -> 
         gate.set()
         assert code == 8
         assert (busy.result(), waits.result()) == (1, os.getpid())
-
-
-def test_a_pool_of_another_make_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        monkeypatch.setitem(thread_pools._PARTS, "_part_of_another_version", list)
-        assert pool not in thread_pools.used_pools()
-
-
-def test_threads_and_pools_of_another_make_are_left_alone() -> None:
-    class Named(threading.Thread):
-        def __init__(self) -> None:
-            super().__init__(target=done.wait, daemon=True)
-            self._args = types.SimpleNamespace(lr=0.1)  # its own, by chance
-
-        def run(self) -> None:
-            done.wait()
-
-    class Sorted(ThreadPoolExecutor):
-        def __init__(self) -> None:
-            super().__init__(1)
-            self._work_queue = queue.PriorityQueue()  # type: ignore[assignment]
-
-    done, pool = threading.Event(), Sorted()
-    thread = Named()
-    thread.start()
-    try:
-        assert pool not in thread_pools.used_pools()
-    finally:
-        done.set()
-        pool.shutdown(wait=False)
-        thread.join()
 
 
 SCORES = """
