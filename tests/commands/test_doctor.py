@@ -123,14 +123,6 @@ def test_the_reference_lists_the_keys_of_the_doctor() -> None:
     assert set(re.findall(r"`(\w+)`", keys)) == {*doctor.to_dict()}
 
 
-def test_a_long_row_is_wrapped_beside_its_label() -> None:
-    lines = list(doctor.section("Versions", [("packages", "word " * 60), ("", "finding " * 30)]))
-    assert lines[:2] == ["", "Versions"]
-    assert lines[2].startswith("  packages      word")
-    assert lines[3].startswith(" " * 16 + "word")
-    assert max(map(len, lines)) <= 80
-
-
 @pytest.mark.parametrize(
     ("shell", "variable", "name"),
     [

@@ -127,11 +127,6 @@ def test_a_decorator_may_fill_parameters(notebook: Notebook) -> None:
     assert notebook.value("str(r.results)") == "[(0, 2), (1, 2)]"
 
 
-def test_names_the_cell_itself_binds_fill_parameters(notebook: Notebook) -> None:
-    notebook.run("%%distributed -n 1\nfrom math import pi\nk = 2\ndef train(pi, k):\n    return k")
-    assert notebook.value("nbtrain.last_run().value") == 2
-
-
 def test_bad_options_are_one_clear_line_and_start_nothing(notebook: Notebook) -> None:
     before = notebook.value(LAST_FOLDER)
     for options, words in [

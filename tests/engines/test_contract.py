@@ -25,7 +25,6 @@ from nbtrain import engines
 from nbtrain.errors import PreflightError, RankDied, ResultNotPicklable
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
-from nbtrain.system import files
 from nbtrain.ui import rank_texts
 from tests.support import shared_memory
 
@@ -348,18 +347,6 @@ def test_each_rank_reads_a_file_of_the_notebook_at_a_place_of_its_own(
         assert records.file.tell() == 8  # the notebook's own place is where it was
 
 
-@pytest.mark.parametrize("about", [{}, {"flags": "0100000"}])
-def test_a_proc_that_is_not_quite_linux_hinders_no_launch(
-    about: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_fdinfo", lambda _descriptor: about)
-    path = tmp_path / "text"
-    path.write_text("from the notebook")
-    with path.open() as file:
-        file.seek(9)
-        assert launch("fork", file.read).results == ["notebook"]
-
-
 def test_exit_handlers_threads_and_open_files_of_a_rank_come_to_their_end(tmp_path: Path) -> None:
     import atexit
 
@@ -494,17 +481,6 @@ def test_streams_held_from_before_lead_to_the_log() -> None:
         print("through the new one")
 
     assert launch("fork", train).logs(0) == "through the old stream\nthrough the new one"
-
-
-def test_a_relative_root_survives_a_change_of_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NBTRAIN_HOME", "home")
-    run = launch("fork", lambda: os.chdir("/"), n=2)
-    monkeypatch.chdir("/")
-    assert run.results == [None, None]
-    assert run.folder.is_absolute()
 
 
 def test_the_end_of_a_log_is_read_without_its_beginning() -> None:

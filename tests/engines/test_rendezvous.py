@@ -15,7 +15,6 @@ import pytest
 
 import nbtrain
 from nbtrain.engines import rendezvous
-from nbtrain.engines.process import fork_server
 from nbtrain.errors import LaunchError, NbtrainError, RankDied
 from nbtrain.lifecycle import launcher
 from nbtrain.planning.plan import Call, Plan
@@ -112,31 +111,6 @@ def test_the_process_of_the_store_ends_with_the_run_and_holds_no_port(port: int)
     store.close()
     store.close()
     rendezvous.bind(port).close()
-
-
-@linux
-def test_a_store_that_is_forked_from_a_server_needs_the_server_no_more(port: int) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    server = fork_server.ForkServer(os.environ, ["torch.distributed"], facts=None)
-    try:
-        wait_until(lambda: not server.is_importing(), 60)
-        store = rendezvous.StoreProcess(rendezvous.bind(port), server)
-        assert psutil.Process(store.pid).ppid() == os.getpid()
-        TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("a", "b")
-        server.close()
-        client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        assert client.get("a") == b"b"
-        assert not store.trouble()
-        psutil.Process(store.pid).kill()
-        wait_until(lambda: store.trouble().endswith("has ended: it was killed"))
-        store.close()
-        rendezvous.bind(port).close()
-        with pytest.raises(fork_server.ServerError):
-            rendezvous.StoreProcess(rendezvous.bind(port), server)
-        rendezvous.bind(port).close()
-    finally:
-        server.close()
 
 
 @linux

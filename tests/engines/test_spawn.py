@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import signal
 import sys
@@ -16,7 +15,6 @@ import pytest
 import torch
 
 from nbtrain.errors import RankDied
-from nbtrain.system import accelerator_guard
 from tests.support import runs, shared_memory
 from tests.support.kernel import Notebook
 
@@ -175,26 +173,6 @@ def test_an_interrupt_ends_a_rank_that_waits_for_another(notebook: Notebook) -> 
     assert "interrupted" in out.board
 
 
-def test_a_module_goes_by_its_name_whatever_its_class(notebook: Notebook, tmp_path: Path) -> None:
-    (tmp_path / "own_settings.py").write_text(
-        "import sys, threading, types\nclass Settings(types.ModuleType):\n"
-        "    lock, rate = threading.Lock(), 0.5\n"
-        "sys.modules[__name__] = Settings(__name__)\n"
-    )
-    notebook.run(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import own_settings as settings, torch, types\nfrom torch.backends import mkldnn\n"
-        "def seed_everything():\n    torch.backends.cudnn.deterministic = True\n"
-        "class Config:\n    rate = 0.25\n"
-        "sys.modules['made_here'] = made_here = Config()\n"  # no rank could import it
-        "def train():\n    seed_everything()\n    with settings.lock:\n"
-        "        return torch.backends.cudnn.deterministic, settings.rate, made_here.rate, "
-        "mkldnn is torch.backends.mkldnn, str(torch.ops)\n"
-        "run = nbtrain.launch(train, num_processes=1, engine='spawn')"
-    )
-    assert notebook.value("run.value == (True, 0.5, 0.25, True, str(torch.ops))")
-
-
 NAMED = {
     "def train(gate=Lock()): pass": "train(gate=…)",
     "gate = Lock()\ndef train():\n    def inner(): train, gate\n    return inner": "train → gate",
@@ -259,29 +237,6 @@ def test_what_cannot_be_loaded_there_is_told_as_the_ranks_failure(tmp_path: Path
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("vanishing_module", None)
-
-
-def test_the_environment_is_the_notebooks_and_the_ranks_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("OF_THE_NOTEBOOK", "1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", raising=False
-    )  # importing lightning sets it
-
-    def look() -> Any:
-        import torch
-
-        names = ("OF_THE_NOTEBOOK", "EXTRA", "PYTORCH_NVML_BASED_CUDA_CHECK")
-        return [os.environ.get(n) for n in names], os.getcwd(), torch.get_num_threads()
-
-    accelerator_guard.keep_checks_harmless()
-    try:
-        seen = launch(look, n=2, env={"EXTRA": "2", "OMP_NUM_THREADS": "3"}).value
-    finally:
-        accelerator_guard.remove_nvml_check()
-    assert seen == (["1", "2", None], str(tmp_path), 3)
 
 
 def test_the_model_is_in_memory_once_however_many_ranks_read_it() -> None:

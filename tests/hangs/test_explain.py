@@ -40,7 +40,6 @@ def seen(
 
 
 REDUCES = recorded("all_reduce")
-SILENT_RANK_1 = {0: 0.1, 1: 300.0}
 IN_TORCH = RankStack(0, frames=(TORCH, REDUCING))
 
 
@@ -156,28 +155,6 @@ CASES: dict[str, tuple[explain.Observation, str, tuple[int, ...], tuple[int, ...
         "no sign of progress: ranks 0–1 are at In[5], line 41: time.sleep(600)",
         (),
         (),
-    ),
-    "a collective that a rank is just in": (
-        seen(
-            2,
-            at={1: SLEEPING},
-            records={0: recorded("all_reduce", ago=0.1), 1: FlightRecord()},
-            silence_s=SILENT_RANK_1,
-        ),
-        "no sign of progress: rank 1 is at In[5], line 41: time.sleep(600); "
-        "the other ranks continue",
-        (),
-        (),
-    ),
-    "one cannot be asked": (
-        seen(
-            2,
-            stacks={1: RankStack(1, trouble="does not answer (its process is stopped)")},
-            records={0: REDUCES},
-        ),
-        "rank 1 does not answer (its process is stopped); rank 0 waits in all_reduce #1 for it",
-        (1,),
-        (0,),
     ),
 }
 

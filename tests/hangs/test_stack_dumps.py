@@ -99,21 +99,6 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
         run.stop()
 
 
-def test_a_process_that_a_rank_forks_starts_no_server_and_takes_no_file() -> None:
-    def train() -> int:
-        import torch.distributed as dist
-
-        folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
-        pid = os.fork()
-        if not pid:
-            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-            os._exit(7 if folder.recorder(0).exists() else 0)
-        _, status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-    assert launch(train).results == [0]
-
-
 CRAMPED = """
 import json, nbtrain, os, pathlib, sys, time
 group = pathlib.Path(sys.argv[1])

@@ -75,14 +75,6 @@ def test_the_cause_is_named_whatever_comes_first(cause: str, cause_at: float) ->
         assert found.others == "ranks 0–1 failed because of it"
 
 
-def test_where_all_are_echoes_those_that_returned_are_named() -> None:
-    state = run(exited(1, 0, "done"), exited(2, 0, "done"), exited(0))
-    found = explained(state, [raised(0, 1.0, RuntimeError(ECHO))])
-    assert (found.kind, found.rank) == ("communication", 0)
-    assert found.headline.startswith("lost ranks 1–2, whose function had returned: RuntimeError")
-    assert found.others == "ranks 1–2 had finished"
-
-
 def test_a_timeout_is_a_failure_of_no_rank_and_an_interrupt_is_none() -> None:
     ended = [exited(0, -2, "stopped"), exited(1, -9, "stopped")]
     found = explained(run(*ended, ranks=2, status="timed out"), [])
@@ -225,15 +217,6 @@ def test_a_crash_names_the_users_own_line() -> None:
     assert found.kind == "segfault"
     assert found.headline.endswith("in train at line 5")
     assert [line for line in found.evidence if line.startswith("at ")][-1] == "at line 5 in train"
-
-
-def test_a_deep_stack_of_libraries_hides_no_line_of_the_users() -> None:
-    frame = f'  File "{pytest.__file__}", line 3 in native'
-    user = '  File "/tmp/ipykernel_7/12.py", line 5 in train'
-    stack = ["Fatal Python error: Aborted", "", "Current thread 0x2 (most recent call first):"]
-    lines = verdict.final_lines([*stack, *[frame] * 30, user, *[frame] * 30])
-    assert lines == [stack[0], stack[2], *[frame] * 8, "  …", user]
-    assert verdict.final_lines([*stack, frame, user]) == [stack[0], stack[2], frame, user]
 
 
 def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:

@@ -317,13 +317,6 @@ def test_a_keeper_that_cannot_be_made_is_an_error_at_once(
     assert capfd.readouterr().err == ""
 
 
-def test_a_keeper_that_dies_at_once_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "Supervisor", None)
-    for how in ({"background": True}, {"detach": True}):
-        with pytest.raises(LaunchError, match="the process that watched the run ended"):
-            nbtrain.launch(int, num_processes=1, **how)
-
-
 def test_a_detached_run_does_not_hold_the_kernels_output(
     start_kernel: Callable[..., Notebook], monkeypatch: pytest.MonkeyPatch
 ) -> None:

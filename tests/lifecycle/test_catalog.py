@@ -122,12 +122,6 @@ def test_a_run_is_found_by_name_by_its_beginning_and_by_default_the_last(
         catalog.find_run("zzz")
 
 
-def test_where_no_run_is_kept_none_is_found_whatever_was_meant() -> None:
-    for text in ("99", "zzz"):
-        with pytest.raises(PlanError, match="no run is kept yet: `%nbtrain runs`"):
-            nbtrain.Run.open(text)
-
-
 def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
     notebook: Notebook, run_root: Path
 ) -> None:

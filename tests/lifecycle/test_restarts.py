@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 
 import nbtrain
 from nbtrain.lifecycle import limits, restarts
-from nbtrain.lifecycle.supervisor import Supervisor
 from nbtrain.tracking.state import RankState, RunState
 from tests.support.waiting import wait_until
 
@@ -187,29 +184,6 @@ def test_which_failures_are_worth_another_attempt() -> None:
     assert "rank 0: TypeError: x" in restarts.describe_failure(both)
 
 
-def test_an_interrupt_while_an_attempt_fails_lets_no_other_begin() -> None:
-    def slow_to_fail() -> None:
-        nbtrain.log(step=1, loss=1.0)
-        if nbtrain.rank() == 1:
-            raise OSError("away")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        threading.Event().wait(60)
-
-    def press(supervisor: Supervisor, *args: Any) -> None:
-        begin(supervisor, *args)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    begin = Supervisor._begin_stop
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Supervisor, "_begin_stop", press)
-        with pytest.raises(KeyboardInterrupt):
-            nbtrain.launch(slow_to_fail, num_processes=2, max_restarts=3)
-    run = nbtrain.last_run()
-    assert run is not None
-    assert run.state.status == "interrupted"
-    assert run.state.attempt <= 2
-
-
 def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> None:
     def train(layer: torch.nn.Module) -> None:
         if nbtrain.attempt() == 1:
@@ -224,20 +198,3 @@ def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> N
     assert torch.equal(layer.weight, before)
     with pytest.raises(nbtrain.NbtrainError, match="no weights"):
         run.load(layer)
-
-
-def test_what_a_launcher_left_that_was_killed_at_once_goes_after_a_day(temporary: Path) -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    old, new = (temporary / f"{restarts.SCRATCH_PREFIX}{ended.pid}-{age}" for age in ("old", "new"))
-    own = temporary / f"{restarts.SCRATCH_PREFIX}{os.getpid()}-old"
-    other = temporary / f"{restarts.SCRATCH_PREFIX}sources-old"
-    full = temporary / f"{restarts.SCRATCH_PREFIX}{ended.pid}-full"
-    for folder in (old, new, own, other, full):
-        folder.mkdir(mode=0o700)
-        if folder is full:
-            (folder / "ranks").touch()
-        if folder is not new:
-            os.utime(folder, (1e9, 1e9))
-    nbtrain.launch(lambda: 1, num_processes=1, view="none")
-    assert sorted(temporary.iterdir()) == sorted([new, own, other, full])

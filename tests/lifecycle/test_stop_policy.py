@@ -12,7 +12,6 @@ from nbtrain.lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, UNKILLABLE_AFTER_
 from nbtrain.lifecycle.stop_policy import StopController, StopSignal
 from nbtrain.tracking.state import RankState, RunState
 
-ECHO = "RuntimeError: Connection closed by peer"
 BOTH = frozenset({0, 1})
 
 
@@ -133,20 +132,6 @@ def test_after_a_failure_a_rank_that_is_failing_itself_has_its_time_to_report() 
     assert sent(decide(controller, 1.8, state, alive)) == [("kill", {2})]
     late = decide(controller, 1.0 + FAILURE_REPORT_TIMEOUT_S, state, alive)
     assert sent(late) == [("kill", {1, 2})]
-
-
-def test_while_there_are_only_echoes_the_rank_that_failed_first_has_time_to_say_so() -> None:
-    controller = StopController(0.0)
-    echoes = picture("failed", "running", error=ECHO)
-    alive = frozenset({1})
-    decide(controller, 0.0, echoes, alive)
-    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S - 0.1, echoes, alive)) == []
-    own = replace(echoes, ranks=(echoes.ranks[0], replace(echoes.ranks[1], status="failed")))
-    own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], **raised("ValueError: x"))))
-    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S, own, alive)) == []
-    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.2, own, alive)) == [
-        ("terminate", {1})
-    ]
 
 
 def test_what_an_end_counts_as() -> None:

@@ -18,11 +18,6 @@ def test_names_that_a_cell_binds_itself_are_found() -> None:
     assert "*" in source_names.bound_names("from math import *")
 
 
-def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
-    source = "[last := i for i in y]\ndef f():\n    global made\n    made = 1\nf()"
-    assert {"last", "made"} <= source_names.bound_names(source)
-
-
 @pytest.mark.parametrize(
     ("source", "found"),
     [

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import linecache
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -194,18 +192,6 @@ def test_the_lines_of_a_task_are_those_of_its_own_functions(main: dict[str, Any]
     ]
 
 
-def test_of_another_file_of_the_users_all_lines_count(
-    main: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "helper.py").write_text("RANK = 3\ndef use(): pass\nclass Net: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    helper = importlib.import_module("helper")
-    for name, value in {"helper": helper, "use": helper.use, "Net": helper.Net}.items():
-        main[name] = value
-        assert "RANK = 3\n" in tasks.source_lines(read_cell(f"{name}.x", "c", main)), name
-    assert tasks.source_lines(read_cell("torch.save(1, 2)", "c", main)) == ["torch.save(1, 2)"]
-
-
 class Trap:
     """Runs code of its own whenever anybody asks it something."""
 
@@ -249,13 +235,6 @@ def test_a_large_list_and_a_circle_are_walked_in_bounds(main: dict[str, Any]) ->
     assert len(found) == MAX_CONTAINED_VALUES**2 + MAX_CONTAINED_VALUES + 3  # with what is called
     assert "argument1" in tasks.models(Call(len, (data, main["net"])))
     assert not tasks.models(Call(len, ([[[main["net"]]]],)))
-
-
-def test_two_values_of_a_name_have_two_names(main: dict[str, Any]) -> None:
-    main["model"] = main["first"]
-    exec("def train(model):\n    return model, use()\ndef use():\n    return model", main)
-    names = tasks.models(Call(main["train"], (main["net"],)))
-    assert names == {"model": main["net"], "model (2)": main["first"]}
 
 
 def imported(model: torch.nn.Module) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import json
 import linecache
 import os
@@ -292,16 +291,6 @@ def test_a_loader_of_the_ranks_own_part_is_left_in_peace(own: str) -> None:
     assert found(WITHOUT_LOADER.replace(made, own)) == []
 
 
-def test_loaders_handed_in_are_judged_by_what_they_are() -> None:
-    source = WITHOUT_LOADER.replace("    dl = DataLoader(data, batch_size=4, shuffle=True)\n", "\n")
-    given = source.replace("train(model)", "train(model, dl)")
-    for each in (source, given):
-        assert found(each, dl=DataLoader([1, 2])) == [LOADER]
-        assert found(each, dl=[1, 2]) == []
-    assert found(given) == [LOADER]
-    assert found(given.replace("dl", "batches")) == []
-
-
 KEEP = "def keep(m):\n    torch.save(m, 'm.pt')\n"
 
 
@@ -367,23 +356,6 @@ def test_the_guide_lists_the_codes() -> None:
     assert all(sources.count(f'"{code}"') >= 2 for code in lint.CODES)
 
 
-def test_no_other_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is not installed looks like the user's file, and may be of any size."""
-    (tmp_path / "beside.py").write_text("def place(x):\n    x.cuda()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    beside = importlib.import_module("beside")
-    read: list[str] = []
-    real = linecache.getlines
-    monkeypatch.setattr(linecache, "getlines", lambda name: read.append(name) or real(name))
-    source = "beside.place(1)\nplace(1)\ndumps(1)\nDataLoader(1)"
-    names = {"beside": beside, "place": beside.place, "dumps": json.dumps}
-    assert lint.lint(cell(source, **names, DataLoader=DataLoader)) == ()
-    assert read == []
-    (finding,) = lint.lint(Call(beside.place))  # what is launched itself
-    assert str(finding.place) == "beside.py, line 2"
-    assert lint.lint(Call(json.dumps)) == ()
-
-
 # Silencing
 
 
@@ -398,11 +370,6 @@ def test_notes_are_silenced_by_line_and_by_cell() -> None:
 
 
 # Hostile input
-
-
-def test_functions_without_source_have_no_notes() -> None:
-    assert lint.lint(Call(len)) == ()
-    assert lint.lint(cell("f(1)", f=len)) == ()
 
 
 _LINES = 'x.cuda()\ntorch.save(x, "x")\n(x + y).backward()\nopt.step()\n'
@@ -428,13 +395,6 @@ def test_no_launch_ends_by_what_its_advice_meets(monkeypatch: pytest.MonkeyPatch
     assert run.value == 3
     log = (run.folder / "launcher.log").read_text()
     assert "the lint was given up: RecursionError\n" in log
-
-
-def test_a_cell_that_is_too_long_to_be_read_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = f"x = '{'.' * 10**6}'\nlen(x)"
-    run = run_plan(Plan(cell(source), "train", num_processes=1, view="none"))
-    assert run.value == 10**6
-    assert "the lint was given up: SourceTooLongError" in (run.folder / "launcher.log").read_text()
 
 
 # Migration
@@ -525,18 +485,6 @@ def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
     names = defined(result, "<ipython-input-6-abc>", **things())
     assert lint.lint(Call(names["train"], (names["model"],))) == ()
     assert trained(Call(names["train"], (names["model"],))) == (True, False)
-
-
-def test_only_what_the_loop_has_goes_through_prepare() -> None:
-    def prepare(name: str) -> str:
-        result = edited(lint.lint(cell(PLAIN[name], **things())), PLAIN[name])
-        return next(line.strip() for line in result.split("\n") if ".prepare(" in line)
-
-    names = "net, opt, train_loader, scheduler"
-    assert prepare("no function") == f"{names} = accelerator.prepare({names})"
-    # A scheduler that steps once an epoch would step once a rank if it were prepared.
-    names = "model, opt, loader"
-    assert prepare("loaded weights, evaluation") == f"{names} = accelerator.prepare({names})"
 
 
 @pytest.mark.parametrize("name", UNCERTAIN)
