@@ -171,18 +171,6 @@ def test_what_does_not_arrive_is_named_as_training_begins_with_the_line_that_bri
     assert notebook.value("bits(model) == nbtrain.last_run().value[0]")
 
 
-def test_by_a_call_the_line_names_the_notebooks_variable(notebook: Notebook) -> None:
-    notebook.run(f"{PREPARE}\nnet = torch.nn.Linear(3, 3)")
-    out = notebook.run(
-        f"def train(model):\n    {STAYS['another dtype'].train}\n    return bits(model)\n"
-        "theirs = nbtrain.notebook_launcher(train, (net,), num_processes=2)"
-    )
-    line = "net.to(torch.float64); nbtrain.last_run().load(net)"
-    assert f"After the run, `{line}` loads the trained weights" in out.board
-    assert not notebook.run(line).ename
-    assert notebook.value("bits(net) == nbtrain.last_run().results[0]")
-
-
 def test_an_adapter_of_live_ranks_is_pulled(notebook: Notebook) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("transformers")
@@ -291,7 +279,6 @@ def test_an_argument_is_not_taken_for_the_variable_of_its_name(
         "nbtrain.launch(holder.train)",
         "nbtrain.launch(lambda: fit(net))",
         "nbtrain.launch(fit, (model := torch.nn.Sequential(torch.nn.Linear(3, 3)))[0])",
-        "within()",
     ],
 )
 def test_a_model_is_updated_wherever_the_notebook_holds_it(notebook: Notebook, call: str) -> None:

@@ -6,7 +6,6 @@ Others are tested beside the code that finds them.
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -284,28 +283,6 @@ def test_a_trainer_of_lightning_that_joins_nobody_is_reported(notebook: Notebook
     out = notebook.run(fit.format("devices=2, strategy=['ddp_notebook'][0]"), timeout=120)
     assert "Lightning would start ranks within rank" in out.evalue
     assert 'Write `strategy="ddp", devices=2`: the ranks already exist.' in out.evalue
-
-
-STANDS_STILL = {
-    "at a call of its own": "    time.sleep(600)",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", STANDS_STILL)
-def test_a_hang_is_reported_when_it_is_due_and_asking_is_no_progress(
-    notebook: Notebook, where: str
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts nobody
-        body = STANDS_STILL[where].format(port=server.getsockname()[1])
-        cell = "%%distributed -n 2 --hang-after 10 --on-hang stop --timeout 55\n"
-        out = notebook.run(f"{cell}def train():\n{body}", timeout=120)
-    assert out.ename == "RunTimeout"
-    assert "was stopped because of a hang" in out.evalue
-    assert f"line {len(body.splitlines()) + 2}: {body.splitlines()[-1].strip()}" in out.evalue
-    assert "Exception raised from" not in notebook.value("nbtrain.last_run().logs(0)")
-    lasted = "(lambda state: state.ended - state.created)(nbtrain.last_run().state)"
-    assert notebook.value(lasted) < 20
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from html import unescape
 
-import pytest
-
 from tests.support.kernel import Notebook
 
 LINE = "scale = 2"
@@ -60,13 +58,6 @@ def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook) -> 
     assert "✓ train.py: succeeded" in text
     assert re.search(r"  train\.py +succeeded", row)
     assert "cell [" not in board + text + card + row
-
-
-@pytest.mark.parametrize("cell", [f"%%distributed -n 1 --name mine\n{CELL}", "%distributed 1 + 1"])
-def test_a_name_that_is_given_stays(notebook: Notebook, cell: str) -> None:
-    board, text, *_ = titles(notebook, cell)
-    assert ("cell [" in board + text) == ("mine" not in cell)
-    assert "mine" in board or "1 + 1" in board
 
 
 def test_a_cell_that_runs_again_is_compared_with_its_last_run(notebook: Notebook) -> None:

@@ -60,35 +60,6 @@ def train():
     return loss.item()
 """
 
-TRAINER = """
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-class Rows(Slow):
-    def __getitem__(self, i):
-        time.sleep(0.01)
-        return {"input_ids": torch.arange(6), "labels": i % 2}
-
-def train():
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
-    arguments = TrainingArguments(
-        output_dir="unused",
-        per_device_train_batch_size=4,
-        num_train_epochs=4,
-        logging_steps=2,
-        save_strategy="no",
-        report_to="none",
-    )
-    trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=Rows())
-    trainer.train()
-    return [logged["loss"] for logged in trainer.state.log_history if "loss" in logged][-1]
-"""
-
 
 @dataclass(frozen=True)
 class Loop:
@@ -97,14 +68,11 @@ class Loop:
     cell: str
     at: tuple[str, str]
     steps: int
-    needs: str = "torch"
 
 
 LOOPS = {
     "plain": Loop(PLAIN, ("epoch 2/2 › batch 8/8",) * 2, 16),
     "accelerate": Loop(ACCELERATE, ("epoch 4/4 › batch 8/8",) * 2, 32),
-    # Both draw a bar, in the first rank alone.
-    "trainer": Loop(TRAINER, ("step 32/32",) * 2, 32, "transformers"),
 }
 FASTEST = 25.0
 """Steps a second that the slowness of the data allows, at four samples a step."""
@@ -113,7 +81,6 @@ FASTEST = 25.0
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Notebook) -> None:
     loop = LOOPS[name]
-    pytest.importorskip(loop.needs)
     out = notebook.run(f"%%distributed -n 2 --as run\n{DATA}{loop.cell}")
     assert not out.ename, out.traceback
     losses = notebook.value("run.results")

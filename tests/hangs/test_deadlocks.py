@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +14,6 @@ import torch.distributed as dist
 
 import nbtrain
 from nbtrain.errors import RunTimeout
-from nbtrain.hangs import limits
-from tests.support.hangs import verdicts
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -116,32 +113,6 @@ def test_the_collectives_of_a_group_that_was_left_are_no_deadlock(hasty: Noteboo
         hasty.run(f"ports = {[each.getsockname()[1] for each in (first, second)]}")
     out = hasty.run(_TWO_ROUNDS)
     assert not out.ename, out.evalue
-
-
-def works_for_long(gate: str, seconds: float) -> None:
-    """Rank 0 computes, as an evaluation does, while the others wait at a barrier."""
-    dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(2))
-    until = time.monotonic() + seconds
-    while nbtrain.rank() == 0 and time.monotonic() < until:
-        if gate == "computes":
-            torch.ones(50, 50) @ torch.ones(50, 50)
-        else:
-            with open("/dev/null", "wb") as file:
-                file.write(bytes(1 << 20))
-            time.sleep(0.2)
-    dist.barrier()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param("computes", marks=pytest.mark.slow), "writes"])
-def test_a_rank_that_works_while_others_wait_is_no_deadlock(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "DEADLOCK_CHECK_AFTER_S", 0.5)
-    monkeypatch.setattr(limits, "IDLE_NOTE_AFTER_S", 3.0)
-    run = launch(works_for_long, how, 6.0, n=2, hang_after=3000, on_hang="stop")
-    assert verdicts(run) == []
 
 
 @pytest.mark.slow

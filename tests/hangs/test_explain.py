@@ -46,7 +46,6 @@ IN_TORCH = RankStack(0, frames=(TORCH, REDUCING))
 WAITING = StackFrame("/usr/lib/python3.11/threading.py", 327, "wait")
 IN_POLARS = StackFrame("/x/site-packages/polars/lazyframe/engine.py", 410, "collect")
 WORKS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 58, "run")
-RESTS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker")
 
 
 def forked(
@@ -65,11 +64,9 @@ def forked(
             forked(WAITING, SLEEPING),
             "none of the notebook's threads (feeder). If rank 0 waits for one",
         ),
-        (forked(WAITING, SLEEPING, beside=RESTS), "(feeder)"),
         (forked(IN_POLARS, REDUCING), "so polars, which was used in the notebook before, has none"),
         (forked(WAITING, SLEEPING, beside=WORKS), ""),
         (forked(SLEEPING), ""),
-        (forked(WAITING, TORCH, REDUCING), ""),
     ],
 )
 def test_a_rank_misses_the_notebooks_threads_where_nothing_else_can_end_its_wait(

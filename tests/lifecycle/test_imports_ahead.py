@@ -197,24 +197,3 @@ def test_a_kernel_that_was_idle_is_as_one_without_nbtrain(
     assert len(left) < 5, left  # of 800: the first step imports next to nothing
     assert "No accelerator" in kernels[1].run("%nbtrain guard").stdout
     assert "torch._dynamo" in kernels[1].run("%nbtrain doctor").stdout.partition("imports")[2]
-
-
-def test_an_import_that_hangs_in_an_idle_kernel_ends_at_an_interrupt(
-    start_kernel: Callable[..., Notebook], tmp_path: Path
-) -> None:
-    kernel = start_kernel()
-    folder, begun = tmp_path / "site-packages", tmp_path / "begun"
-    folder.mkdir()
-    source = f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(1000)"
-    (folder / "hanging_one.py").write_text(source)
-    kernel.run(
-        f"%load_ext nbtrain\nimport sys, torch\nsys.path.append({str(folder)!r})\n"
-        "from nbtrain.lifecycle import imports_ahead, limits\n"
-        "imports_ahead.NAMES, limits.IMPORT_TIMEOUT_S = ('hanging_one',), 0.2"
-    )
-    wait_until(begun.exists, 100)
-    kernel.manager.interrupt_kernel()
-    assert kernel.run("print(1)").stdout == "1\n"
-    assert kernel.value("'hanging_one' in sys.modules") is False
-    out = kernel.run("%%distributed -n 2 --as run\nnbtrain.rank()")
-    assert not out.ename, out.traceback

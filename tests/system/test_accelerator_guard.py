@@ -126,21 +126,6 @@ def test_asking_torch_for_cuda_stays_harmless_in_the_notebook_only(notebook: Not
     notebook.run("%load_ext nbtrain")
 
 
-def test_unloading_leaves_no_watch(notebook: Notebook) -> None:
-    look = (
-        "('ast_parse' in vars(get_ipython().compile), [k for k in globals() if 'nbtrain_' in k], "
-        "sum(map(len, get_ipython().events.callbacks.values())))"
-    )
-    loaded = notebook.value(look)
-    notebook.run("%reload_ext nbtrain")
-    assert notebook.value(look) == loaded
-    notebook.run("%unload_ext nbtrain")
-    assert loaded[0] is True
-    assert notebook.value(look) == (False, [], loaded[2] - 4)
-    notebook.run("%load_ext nbtrain")
-    assert notebook.run("%nbtrain guard sideways").ename == "PlanError"
-
-
 def test_a_watched_cell_is_the_cell_it_was(start_kernel: Callable[..., Notebook]) -> None:
     cells = (
         "x = 1\nfrom __future__ import annotations\ndef f(a: nothing): pass\ny = 2\ny",

@@ -96,15 +96,6 @@ def test_the_tightest_limit_of_tasks_is_found(tmp_path: Path) -> None:
     assert host.tasks(tmp_path / "nothing") is None
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/shm is Linux's")
-def test_shared_memory_is_a_file_system(tmp_path: Path) -> None:
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    found = host.shared_memory(tmp_path)
-    assert found is not None
-    assert 0 <= found.free <= found.size
-    assert host.shared_memory(tmp_path / "nothing") is None
-
-
 def test_the_users_tasks_are_counted_only_where_it_can_matter(tmp_path: Path) -> None:
     tree(tmp_path, {"proc/loadavg": "0.1 0.2 0.3 1/100 4711"})
     script = f"""

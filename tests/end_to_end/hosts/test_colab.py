@@ -96,16 +96,3 @@ def test_a_failure_and_an_interrupt_leave_the_kernel_well(colab: Notebook) -> No
     out = colab.run(waits, interrupt_on="ready")
     assert out.ename == "KeyboardInterrupt"
     assert colab.value("nbtrain.last_run().state.status") == "interrupted"
-
-
-@pytest.mark.skipif(not CHECKOUT, reason="needs COLABTOOLS, a checkout of googlecolab/colabtools")
-def test_its_own_outputs_go_together_with_the_board(colab: Notebook) -> None:
-    out = colab.run(
-        "from google.colab import output\noutput.enable_custom_widget_manager()\n"
-        "with output.use_tags('training'):\n    run = nbtrain.launch(int, num_processes=2)\n"
-        "output.disable_custom_widget_manager()"
-    )
-    assert out.ename == "", out.traceback
-    assert "succeeded" in out.updates[-1]["text/html"]
-    shell = colab.run("!echo said by the shell")
-    assert "said by the shell" in shell.stdout
