@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-import nbtrain
 from nbtrain.checks.remedies import remedies
+from tests.support.cells import the_last_run
 from tests.support.runs import launch
 
 
@@ -105,7 +105,6 @@ def has_fewer_batches(batches: tuple[int, int]) -> None:
 def test_a_rank_that_ends_early_is_given_a_remedy() -> None:
     with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
         launch(has_fewer_batches, (5, 3), n=2)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.failure is not None
     assert any("`with model.join():`" in advice for advice in run.failure.advice)

@@ -19,6 +19,7 @@ from nbtrain.findings import Finding
 from nbtrain.system import accelerator_guard, tpu
 from nbtrain.system.gpus import Gpu, Holder
 from nbtrain.tracking import run_folder
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 
@@ -200,8 +201,7 @@ def test_without_a_torch_that_works_the_page_says_so(
 
 
 def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
-    out = notebook.run("%nbtrain doctor")
-    assert out.ename == "", out.traceback
+    out = must_run(notebook, "%nbtrain doctor")
     first, *_ = out.stdout.splitlines()
     assert first.startswith("nbtrain ")
     assert first.endswith("Jupyter kernel")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
@@ -110,9 +111,9 @@ def test_torch_compile_works_between_and_after_the_pieces(
     )
     assert (between.stdout, between.ename) == ("2.0\n", "")
     wait_until(marks[1].exists, 100)
-    run = kernel.run(
+    must_run(
+        kernel,
         "%%distributed -n 2 --as run\n"
-        "assert 'torch._dynamo' in sys.modules\nf(torch.ones(1)).item()"
+        "assert 'torch._dynamo' in sys.modules\nf(torch.ones(1)).item()",
     )
-    assert not run.ename, run
     assert kernel.value("run.results") == [2.0, 2.0]

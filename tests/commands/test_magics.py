@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 LAST_FOLDER = "str(getattr(nbtrain.last_run(), 'folder', None))"
@@ -14,12 +15,12 @@ LAST_FOLDER = "str(getattr(nbtrain.last_run(), 'folder', None))"
 
 def test_training_function_is_filled_from_notebook_variables(notebook: Notebook) -> None:
     notebook.run("model, epochs, rate = 'the model', 7, 0.5")
-    out = notebook.run(
+    must_run(
+        notebook,
         "%%distributed -n 2\n"
         "def train(model, epochs=3, *, rate, depth=2):\n"
-        "    return model, epochs, rate, depth, nbtrain.rank(), nbtrain.world_size()\n"
+        "    return model, epochs, rate, depth, nbtrain.rank(), nbtrain.world_size()\n",
     )
-    assert out.ename == ""
     assert notebook.value("nbtrain.last_run().results") == [
         ("the model", 7, 0.5, 2, 0, 2),
         ("the model", 7, 0.5, 2, 1, 2),
@@ -119,11 +120,9 @@ def test_a_decorator_may_fill_parameters(notebook: Notebook) -> None:
         "def train(rank, times=3):\n"
         "    return rank, times"
     )
-    out = notebook.run(f"%%distributed\n{source}")
-    assert out.ename == "", out.evalue
+    must_run(notebook, f"%%distributed\n{source}")
     assert notebook.value("str(nbtrain.last_run().results)") == "[(0, 3), (1, 3)]"
-    out = notebook.run(f"{source}\nr = nbtrain.launch(train, 2, num_processes=2)")
-    assert out.ename == "", out.evalue
+    must_run(notebook, f"{source}\nr = nbtrain.launch(train, 2, num_processes=2)")
     assert notebook.value("str(r.results)") == "[(0, 2), (1, 2)]"
 
 
@@ -212,7 +211,8 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
         "from tqdm.auto import tqdm as bound_before\nimport tqdm\n"
         "made_before = bound_before(total=4, desc='made before'), tqdm.tqdm(total=4, desc='plain')"
     )
-    out = notebook.run(
+    out = must_run(
+        notebook,
         "%%distributed -n 1\n"
         "import tqdm, tqdm.auto, tqdm.notebook\n"
         "for make in (tqdm.tqdm, tqdm.auto.tqdm, tqdm.notebook.tqdm, bound_before):\n"
@@ -222,9 +222,8 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
         "bar.update(4); bar.close()\n"
         "for bar in made_before: bar.update(3); bar.close()\n"
         "tqdm.tqdm.write('beside the bars')\n"
-        "list(nbtrain.progress(range(5), description='ours'))"
+        "list(nbtrain.progress(range(5), description='ours'))",
     )
-    assert out.ename == "", out.traceback
     assert notebook.value("nbtrain.last_run().logs(0)") == "beside the bars"
     assert "ours: 5/5" in out.board
     events = notebook.value("(nbtrain.last_run().folder / 'rank-0000.jsonl').read_text()")

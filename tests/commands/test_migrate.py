@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 NOTEBOOK = """
@@ -27,8 +28,7 @@ def train(model, optimizer, loader):
 
 def test_the_diff_of_a_cell_is_shown_and_nothing_is_replaced(notebook: Notebook) -> None:
     notebook.run(NOTEBOOK)
-    out = notebook.run("%%nbtrain migrate\n" + CELL)
-    assert out.ename == "", out.traceback
+    out = must_run(notebook, "%%nbtrain migrate\n" + CELL)
     changes = [line for line in out.stdout.splitlines() if line[:1] in "+-" and line[1:2] == " "]
     assert "-        loss.backward()" in changes
     assert "+        accelerator.backward(loss)" in changes
@@ -44,8 +44,7 @@ def test_the_cell_is_replaced_by_one_that_trains_one_model(notebook: Notebook) -
     assert payload["replace"] is True
     migrated = payload["text"]
     assert migrated.startswith("%%distributed -n 2\nfrom accelerate import Accelerator\n")
-    out = notebook.run(migrated)
-    assert out.ename == "", out.traceback
+    must_run(notebook, migrated)
     assert notebook.value("nbtrain.last_run().results[0] == nbtrain.last_run().results[1]")
     assert notebook.value("nbtrain.last_run().state.notes") == ()
     assert "no loop that can be changed" in notebook.run("%%nbtrain migrate\n" + migrated).evalue

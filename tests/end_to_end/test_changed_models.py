@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 PREPARE = """
@@ -122,14 +123,13 @@ def launch(kernel: Notebook, change: Change) -> str:
     for module in change.needs:
         pytest.importorskip(module)
     more = GPT if change.needs else ""
-    out = kernel.run(f"{PREPARE}{more}\nmodel = {change.model}\nbefore = model")
-    assert not out.ename, out.traceback
-    out = kernel.run(
+    out = must_run(kernel, f"{PREPARE}{more}\nmodel = {change.model}\nbefore = model")
+    out = must_run(
+        kernel,
         f"%%distributed -n 2\ndef train(model):\n    {change.train}\n"
         "    report = open(os.environ['NBTRAIN_RUN'] + '/rank-0000.jsonl').read()\n"
-        "    return bits(model), 'changed-model' in report or 'rounded-model' in report"
+        "    return bits(model), 'changed-model' in report or 'rounded-model' in report",
     )
-    assert not out.ename, out.traceback
     return out.board
 
 
@@ -166,8 +166,7 @@ def test_what_does_not_arrive_is_named_as_training_begins_with_the_line_that_bri
     assert line.endswith("; nbtrain.last_run().load(model)")
     assert notebook.value("nbtrain.last_run().value[1]")
     assert not notebook.value("bits(model) == nbtrain.last_run().value[0]")
-    out = notebook.run(line)
-    assert not out.ename, out.traceback
+    must_run(notebook, line)
     assert notebook.value("bits(model) == nbtrain.last_run().value[0]")
 
 
@@ -176,8 +175,7 @@ def test_an_adapter_of_live_ranks_is_pulled(notebook: Notebook) -> None:
     pytest.importorskip("transformers")
     notebook.run(f"{PREPARE}{GPT}\nmodel = small()\n%nbtrain start -n 2")
     try:
-        out = notebook.run(f"%%distributed\ndef train(model):{LORA}    return 1")
-        assert not out.ename, out.traceback
+        must_run(notebook, f"%%distributed\ndef train(model):{LORA}    return 1")
         assert not notebook.run("%%distributed\ntheirs = bits(model)").ename
         assert not notebook.run("%nbtrain pull theirs model").ename
         assert notebook.value("bits(model) == theirs and 'lora_A' in str([*theirs])")
@@ -262,13 +260,11 @@ def test_an_argument_is_not_taken_for_the_variable_of_its_name(
     notebook: Notebook, call: str
 ) -> None:
     notebook.run(f"{PREPARE}{HELD}\nmodel = net")
-    out = notebook.run(f"before = bits(model)\nrun = {call}\nassert bits(model) == before")
-    assert not out.ename, out.traceback
+    out = must_run(notebook, f"before = bits(model)\nrun = {call}\nassert bits(model) == before")
     assert "12 parameters updated from rank 0 (" in out.board
     assert ", in the model that was passed. " in out.board
     line = out.board.partition("is another model: ")[2].partition(" loads")[0]
-    loaded = notebook.run(f"{line}\nassert bits(model) != before")
-    assert not loaded.ename, loaded.traceback
+    must_run(notebook, f"{line}\nassert bits(model) != before")
     notebook.run("del model")
 
 
@@ -284,7 +280,6 @@ def test_an_argument_is_not_taken_for_the_variable_of_its_name(
 def test_a_model_is_updated_wherever_the_notebook_holds_it(notebook: Notebook, call: str) -> None:
     notebook.run(f"{PREPARE}{HELD}")
     notebook.run("globals().pop('model', None)")
-    out = notebook.run(f"result = {call}")
-    assert not out.ename, out.traceback
+    out = must_run(notebook, f"result = {call}")
     assert "12 parameters updated from rank 0" in out.board
     assert "that was passed" not in out.board

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-import nbtrain
 from nbtrain.errors import RankDied
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -19,8 +19,7 @@ def leaves_by_a_library() -> None:
 def test_words_are_kept() -> None:
     with pytest.raises(RankDied, match=r"sys.exit\('these words'\) at test_exits.py, line \d+"):
         launch(leaves_by_a_library, n=1)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.logs(0) == "these words"
 
 

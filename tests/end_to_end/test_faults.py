@@ -17,6 +17,7 @@ from nbtrain import last_run
 from nbtrain.engines.process import fork_server
 from nbtrain.worker import limits
 from tests.support import shared_memory
+from tests.support.cells import the_last_run
 from tests.support.health import HEALTH
 from tests.support.waiting import wait_until
 from tests.tools import faults
@@ -131,8 +132,7 @@ def _check_order(row: Row, out: Outcome) -> None:
 
 def test_no_child_of_a_rank_is_left(unharmed: None) -> None:
     faults.launched(Row("children left running", "end"))
-    run = last_run()
-    assert run is not None
+    run = the_last_run()
     sessions = {r.pid for r in run.state.ranks}
     wait_until(lambda: not _of_sessions(sessions))
 
@@ -156,8 +156,7 @@ def test_deaths_are_seen_at_once() -> None:
 @pytest.mark.parametrize("door", faults.DOORS)
 def test_every_door_stops_a_run(door: str, unharmed: None) -> None:
     assert faults.stopped(door, deaf=False) < 3  # promised: 1 s
-    run = last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.status == ("timed out" if door == "timeout" else "interrupted")
     assert (run.failure is None) == (door != "timeout")
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 from nbtrain.ui import eta
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -80,8 +81,7 @@ for fold in range(2):
 def shown(notebook: Notebook, cell: str) -> str:
     """Return the text of a run's page."""
     assert not notebook.run(PREPARE).ename
-    out = notebook.run(cell, timeout=120)
-    assert not out.ename, out.traceback
+    out = must_run(notebook, cell, timeout=120)
     page = re.sub(
         r"<(style|svg)[^>]*>.*?</\1>",
         " ",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 READS = {
@@ -86,8 +87,7 @@ def test_ranks_that_never_joined_are_to_join_before_they_wait_for_a_file(
     assert out.ename == "FileNotFoundError"
     assert "make an `Accelerator()` at the beginning, and call" in out.traceback
     assert WAIT not in out.traceback
-    out = notebook.run(FILE.format(joins=True))
-    assert not out.ename, out.traceback
+    must_run(notebook, FILE.format(joins=True))
     assert notebook.value("nbtrain.last_run().results") == ["x", "x"]
 
 
@@ -111,6 +111,5 @@ def test_with_a_process_group_in_the_notebook_fresh_processes_train(notebook: No
     out = notebook.run(f"%%distributed -n 2{cell}")
     assert out.ename == "PreflightError"
     magic = out.evalue.partition("processes: `")[2].partition("`")[0]
-    out = notebook.run(f"{magic} -n 2{cell}")
-    assert not out.ename, out.traceback
+    must_run(notebook, f"{magic} -n 2{cell}")
     assert notebook.value("dist.get_world_size(), nbtrain.last_run().results") == (1, [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 SETUP = """
@@ -134,8 +135,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_is_right_shows_no_note(notebook: Notebook, name: str) -> None:
     notebook.run(f"{SETUP}\nMODEL = net()")
-    out = notebook.run(f"%%distributed -n 2\ndef train():{PROGRAMS[name]}", timeout=120)
-    assert out.ename == "", out.traceback
+    out = must_run(notebook, f"%%distributed -n 2\ndef train():{PROGRAMS[name]}", timeout=120)
     assert "⚠" not in out.board
     assert "⚠" not in out.stdout + out.stderr
     state = notebook.value("(lambda s: (s.outcome, s.notes))(nbtrain.last_run().state)")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 from tests.tools.faults import Unavailable, memory_cgroup
 
@@ -162,8 +163,7 @@ def test_what_goes_wrong_is_said_with_what_to_do(notebook: Notebook, name: str) 
 def test_what_is_right_is_counted_rightly_and_shows_no_note(notebook: Notebook, name: str) -> None:
     cell, results = RIGHT[name]
     notebook.run(SETUP)
-    out = notebook.run(of(cell, "--timeout 55"))
-    assert out.ename == "", out.evalue
+    out = must_run(notebook, of(cell, "--timeout 55"))
     assert "⚠" not in out.board
     assert "succeeded" in out.board
     assert notebook.value("nbtrain.last_run().results") == results
@@ -229,8 +229,7 @@ def test_a_model_can_be_loaded_again_in_whatever_form_it_was_given(
     notebook: Notebook, task: str
 ) -> None:
     notebook.run(f"{SETUP}\n{FORMS}")
-    out = notebook.run(LOADS.format(task))
-    assert out.ename == "", out.evalue
+    must_run(notebook, LOADS.format(task))
     trained = notebook.value("trained")
     assert trained != 0
     assert notebook.value("(net.weight.item(), fresh.weight.item())") == (trained, trained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from html import unescape
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 LINE = "scale = 2"
@@ -18,8 +19,7 @@ def words(html: str) -> str:
 
 def titles(notebook: Notebook, cell: str) -> tuple[str, str, str, str]:
     """Run a cell; return its board, its text form, its card, and its row in the catalog."""
-    out = notebook.run(cell)
-    assert not out.ename, out.traceback
+    out = must_run(notebook, cell)
     board = words((out.updates or out.displays)[-1]["text/html"])
     card = words(notebook.value("nbtrain.last_run().card().svg"))
     listing = notebook.run("%nbtrain runs").stdout

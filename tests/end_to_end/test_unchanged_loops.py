@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain.system.text import format_number
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 
 DATA = """
@@ -81,8 +82,7 @@ FASTEST = 25.0
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Notebook) -> None:
     loop = LOOPS[name]
-    out = notebook.run(f"%%distributed -n 2 --as run\n{DATA}{loop.cell}")
-    assert not out.ename, out.traceback
+    out = must_run(notebook, f"%%distributed -n 2 --as run\n{DATA}{loop.cell}")
     losses = notebook.value("run.results")
     assert notebook.value("[r.progress.steps for r in run.state.ranks]") == [loop.steps] * 2
     rows = table(out)
@@ -133,7 +133,8 @@ def test_a_bar_that_has_ended_shows_no_rate_while_its_rank_goes_on(
         if "Map: 300/300" in board and "examples/s" not in board:
             gate.touch()
 
-    out = notebook.run(
+    out = must_run(
+        notebook,
         "%%distributed -n 2 --view html --timeout 40\n"
         "from tqdm.auto import tqdm\n"
         "def train():\n"
@@ -141,5 +142,4 @@ def test_a_bar_that_has_ended_shows_no_rate_while_its_rank_goes_on(
         f"    while not os.path.exists({str(gate)!r}): time.sleep(0.05)",
         during=open_gate,
     )
-    assert out.ename == "", out.evalue
     assert out.board.count(" examples/s") == 2  # of a run that is over, what the bar came to

@@ -27,6 +27,7 @@ from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
 from nbtrain.ui import rank_texts
 from tests.support import shared_memory
+from tests.support.cells import the_last_run
 
 NAMES = ["fork", "spawn", "xla", "inline"]
 HAS_XLA = importlib.util.find_spec("torch_xla") is not None
@@ -92,8 +93,7 @@ def test_an_exception_keeps_its_type_and_its_lines(engine: str) -> None:
     assert raised.value.filename == "weights.pt"
     names = [entry.name for entry in raised.traceback]
     assert names[-1] == "helper"
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.status == "failed"
     assert run.exception is raised.value
 
@@ -499,8 +499,7 @@ def test_an_interrupt_of_an_inline_rank_is_an_interrupt() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         launch("inline", train)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.status == "interrupted"
 
 

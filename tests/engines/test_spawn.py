@@ -16,6 +16,7 @@ import torch
 
 from nbtrain.errors import RankDied
 from tests.support import runs, shared_memory
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 launch = functools.partial(runs.launch, engine="spawn")
@@ -79,8 +80,7 @@ def test_a_dirty_kernel_trains_by_spawn_to_the_loss_of_a_clean_fork(
     assert "--engine spawn" in refused.traceback
     assert refused.displays == []
 
-    out = kernel.run("%%distributed -n 2 --engine spawn" + TRAIN)
-    assert out.ename == "", out.traceback
+    out = must_run(kernel, "%%distributed -n 2 --engine spawn" + TRAIN)
     assert "spawn" in out.board
     assert kernel.value("nbtrain.last_run().results") == forked
     assert kernel.value(state) == before
@@ -194,7 +194,8 @@ def test_what_is_named_is_outside_of_the_function(notebook: Notebook) -> None:
 
 
 def test_a_fresh_process_has_what_multiprocessing_sends_to_its_own(notebook: Notebook) -> None:
-    out = notebook.run(
+    must_run(
+        notebook,
         "import multiprocessing as mp, os, sys\n"
         "argv = [*sys.argv]\n"
         "sys.argv += ['--rate', '0.5']\n"
@@ -204,9 +205,8 @@ def test_a_fresh_process_has_what_multiprocessing_sends_to_its_own(notebook: Not
         "    told.put(sys.argv)\n"
         "nbtrain.launch(train, num_processes=2, engine='spawn')\n"
         "arrived = dict(seen), [told.get(), told.get()] == 2 * [sys.argv]\n"
-        "manager.shutdown()\nsys.argv[:] = argv"
+        "manager.shutdown()\nsys.argv[:] = argv",
     )
-    assert not out.ename, out.traceback
     assert notebook.value("arrived") == ({"0": True, "1": True}, True)
 
 
@@ -341,12 +341,10 @@ def test_whatever_a_notebook_holds_is_what_a_forked_rank_would_find(
 ) -> None:
     kernel = start_kernel()
     kernel.run("%load_ext nbtrain\nimport nbtrain")
-    out = kernel.run(HOLDINGS)
-    assert out.ename == "", out.traceback
+    must_run(kernel, HOLDINGS)
     found = {}
     for engine in ("fork", "spawn"):
-        out = kernel.run(f"%%distributed -n 1 -e {engine}{LOOK}")
-        assert out.ename == "", out.traceback
+        must_run(kernel, f"%%distributed -n 1 -e {engine}{LOOK}")
         found[engine] = kernel.value("nbtrain.last_run().value")
     assert found["spawn"] == found["fork"]
 
@@ -370,5 +368,4 @@ def test_a_module_of_the_folder_that_is_named_like_pythons_own_does_no_harm(
 ) -> None:
     kernel = start_kernel()
     kernel.run("import nbtrain\n%load_ext nbtrain\nopen('json.py', 'w').close()")
-    out = kernel.run("%distributed -n 1 -e spawn 1 + 1")
-    assert out.ename == "", out.traceback
+    must_run(kernel, "%distributed -n 1 -e spawn 1 + 1")

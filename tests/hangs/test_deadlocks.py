@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import nbtrain
 from nbtrain.errors import RunTimeout
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -89,8 +90,7 @@ _NO_DEADLOCK = {
 @pytest.mark.parametrize("case", _NO_DEADLOCK)
 def test_what_goes_on_or_ends_by_itself_is_no_deadlock(hasty: Notebook, case: str) -> None:
     hasty.run("import datetime")
-    out = hasty.run(_TALKING.format(options="--timeout 60", call=_NO_DEADLOCK[case]))
-    assert not out.ename, out.evalue
+    out = must_run(hasty, _TALKING.format(options="--timeout 60", call=_NO_DEADLOCK[case]))
     assert "✓" in out.board
 
 
@@ -111,8 +111,7 @@ def train():
 def test_the_collectives_of_a_group_that_was_left_are_no_deadlock(hasty: Notebook) -> None:
     with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
         hasty.run(f"ports = {[each.getsockname()[1] for each in (first, second)]}")
-    out = hasty.run(_TWO_ROUNDS)
-    assert not out.ename, out.evalue
+    must_run(hasty, _TWO_ROUNDS)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from nbtrain.lifecycle import background
 from nbtrain.lifecycle.catalog import find_run
 from nbtrain.lifecycle.run import Run, background_runs
 from nbtrain.tracking import run_folder as folders
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
 
@@ -70,8 +71,7 @@ def kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_the_prompt_is_back_at_once_and_the_board_lives_on(notebook: Notebook) -> None:
-    out = notebook.run(train("--background"))
-    assert out.ename == "", out.traceback
+    must_run(notebook, train("--background"))
     assert notebook.value("nbtrain.last_run().state.status") in ("starting", "running")
     notebook.run("open('go', 'w').close()")
     boards: set[str] = set()

@@ -14,6 +14,7 @@ from nbtrain.commands import cli
 from nbtrain.errors import PlanError
 from nbtrain.lifecycle import catalog
 from nbtrain.tracking.run_folder import create
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -24,8 +25,7 @@ def runs() -> list[nbtrain.Run]:
     good = nbtrain.launch(lambda: 1, num_processes=1, view="none")
     with pytest.raises(ZeroDivisionError):
         nbtrain.launch(lambda: 1 / 0, num_processes=2, view="none")
-    bad = nbtrain.last_run()
-    assert bad is not None
+    bad = the_last_run()
     return [good, bad]
 
 

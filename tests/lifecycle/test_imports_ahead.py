@@ -14,6 +14,7 @@ import pytest
 
 import nbtrain
 from nbtrain.lifecycle import imports_ahead, limits
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 from tests.support.process_state import PROCESS_STATE
 from tests.support.waiting import wait_until
@@ -135,8 +136,7 @@ def test_an_interrupt_meanwhile_starts_no_rank(
     assert signal.getsignal(signal.SIGINT) is handler
     is_timer = lambda thread: isinstance(thread, threading.Timer)  # noqa: E731
     wait_until(lambda: not any(map(is_timer, threading.enumerate())))
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.status == "interrupted"
     assert not (run.folder / "rank-0000.jsonl").exists()
     # A short import is whole; one that hung ended, and no other is begun in this kernel.

@@ -14,6 +14,7 @@ from nbtrain.errors import PlanError
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
 from nbtrain.tracking import pruning, run_folder
+from tests.support.cells import the_last_run
 
 
 def test_notebook_launcher_has_accelerates_exact_signature() -> None:
@@ -162,8 +163,7 @@ def test_a_run_is_reopened_with_its_results_and_its_failure() -> None:
 
     with pytest.raises(ValueError, match="kept"):
         nbtrain.launch(train, num_processes=2, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     again = Run.open(run.folder)
     assert again.results in (["also kept", None], [None, None])  # stopped before or after
     assert isinstance(again.exception, ValueError)

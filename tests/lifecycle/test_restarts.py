@@ -14,6 +14,7 @@ import torch
 import nbtrain
 from nbtrain.lifecycle import limits, restarts
 from nbtrain.tracking.state import RankState, RunState
+from tests.support.cells import the_last_run
 from tests.support.waiting import wait_until
 
 
@@ -110,8 +111,7 @@ def test_the_last_attempts_failure_is_raised_and_no_more_are_made() -> None:
 
     with pytest.raises(OSError, match="attempt 3"):
         nbtrain.launch(always, num_processes=1, max_restarts=2)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert (run.state.status, run.state.attempt, run.state.attempts) == ("failed", 3, 3)
 
 
@@ -121,8 +121,7 @@ def test_a_mistake_is_not_repeated() -> None:
 
     with pytest.raises(NameError):
         nbtrain.launch(mistaken, num_processes=2, max_restarts=5)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.attempt == 1
 
 
@@ -134,8 +133,7 @@ def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch)
 
     def stop() -> None:
         wait_until(lambda: (run := nbtrain.last_run()) is not None and run.state.attempt == 2)
-        run = nbtrain.last_run()
-        assert run is not None
+        run = the_last_run()
         run._watcher.request_stop("by the test")  # type: ignore[union-attr]
 
     stopper = threading.Thread(target=stop)
@@ -143,8 +141,7 @@ def test_a_stop_between_two_attempts_is_the_end(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         nbtrain.launch(fails, num_processes=1, max_restarts=1)
     stopper.join()
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.status == "interrupted"
     assert "rank 0 not started again" in run.state.message
 

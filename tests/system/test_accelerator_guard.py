@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.cells import must_run
 from tests.support.cuda_stub import dirty
 from tests.support.kernel import Notebook
 
@@ -82,8 +83,7 @@ def test_one_rank_trains_in_a_kernel_that_has_initialised_cuda(
     start_kernel: Callable[..., Notebook], stub: Path
 ) -> None:
     kernel = dirty(start_kernel(), stub, "import os\n%load_ext nbtrain", "driver.cuInit(0)")
-    out = kernel.run("nbtrain.notebook_launcher(os.getpid, num_processes=1)")
-    assert out.ename == "", out.evalue
+    out = must_run(kernel, "nbtrain.notebook_launcher(os.getpid, num_processes=1)")
     assert kernel.value("nbtrain.last_run().value == os.getpid()")
     assert "CUDA is initialised in this kernel (In[" in out.board
     assert "so the one rank trains in the kernel" in out.board

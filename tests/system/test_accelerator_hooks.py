@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 STAND_IN = """
@@ -21,8 +22,7 @@ def prepare():
 
 
 def prepared(kernel: Notebook, stub: Path) -> Notebook:
-    out = kernel.run(STAND_IN.format(stub=str(stub)) + "%load_ext nbtrain")
-    assert out.ename == "", out.traceback
+    must_run(kernel, STAND_IN.format(stub=str(stub)) + "%load_ext nbtrain")
     return kernel
 
 
@@ -62,8 +62,7 @@ def test_block_raises_before_and_leaves_the_kernel_clean(
     ):
         assert kernel.run(cell).ename == "AcceleratorBlockedError", cell
     inside = "%%distributed -n 2 --env ACCELERATE_USE_CPU=true\nAccelerator().num_processes"
-    out = kernel.run(inside)
-    assert out.ename == "", out.traceback
+    must_run(kernel, inside)
     assert kernel.value("nbtrain.last_run().value") == 2
 
     kernel.run("%nbtrain guard warn")

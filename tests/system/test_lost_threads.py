@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain.system.lost_threads import find_lost_threads
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
@@ -30,7 +31,8 @@ LOST = (
 @pytest.fixture
 def busy(notebook: Notebook) -> Iterator[Notebook]:
     """A notebook with threads of its own: one feeds a queue and holds a lock, one is a pool's."""
-    out = notebook.run(
+    must_run(
+        notebook,
         "import queue, threading\n"
         "from multiprocessing.pool import ThreadPool\n"
         "batches, lock, over = queue.Queue(2), threading.Lock(), threading.Event()\n"
@@ -42,9 +44,8 @@ def busy(notebook: Notebook) -> Iterator[Notebook]:
         "                batches.put(1)\n"
         "feeder = threading.Thread(target=feed, name='feeder')\n"
         "feeder.start()\n"
-        "assert batches.get() == 1"
+        "assert batches.get() == 1",
     )
-    assert out.ename == ""
     yield notebook
     notebook.run("over.set(); feeder.join()")
 
@@ -92,8 +93,7 @@ def test_a_hang_of_another_cause_does_not(line: str, busy: Notebook) -> None:
 
 def test_a_run_that_is_right_says_nothing_of_threads(busy: Notebook) -> None:
     line = "with ThreadPool(1) as pool: return batches.maxsize, pool.apply(len, ['a'])"
-    out = busy.run(CELL.format(line=line))
-    assert out.ename == ""
+    out = must_run(busy, CELL.format(line=line))
     assert busy.value("nbtrain.last_run().results") == [(2, 1)] * 2
     assert "feeder" not in str(out)
 

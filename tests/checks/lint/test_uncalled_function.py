@@ -6,6 +6,7 @@ import pytest
 
 from nbtrain.checks import lint
 from nbtrain.planning.cell import read_cell
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 TRAIN = "def train(model):\n    accelerator.backward(model.loss)\n"
@@ -32,8 +33,7 @@ def test_a_magic_above_the_function_is_refused(notebook: Notebook) -> None:
         "line 2, column 1: `%%time` runs the rest of the cell by itself, so nothing calls "
         "train(). Delete this line"
     ) in out.evalue
-    out = notebook.run("%%distributed -n 1\n%%time\nprint('one', 'two')")
-    assert out.ename == ""
+    must_run(notebook, "%%distributed -n 1\n%%time\nprint('one', 'two')")
 
 
 def test_a_statement_behind_the_function_is_no_call() -> None:

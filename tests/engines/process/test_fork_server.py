@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.waiting import is_gone, wait_until
 
@@ -35,8 +36,7 @@ def kernel(start_kernel: Callable[..., Notebook]) -> Notebook:
 
 def asked(kernel: Notebook, expression: str, options: str = "") -> list[object]:
     """Return what an expression is in each rank."""
-    out = kernel.run(SPAWN.replace("--as", f"{options} --as") + expression)
-    assert out.ename == "", out.traceback
+    must_run(kernel, SPAWN.replace("--as", f"{options} --as") + expression)
     answers: list[object] = kernel.value("run.results")
     return answers
 
@@ -49,8 +49,7 @@ def test_later_runs_have_the_same_process_and_the_kernels_own_children(kernel: N
     kernel.run("before = sorted(os.listdir('/proc/self/fd'))")
     pids = asked(kernel, "os.getppid(), os.getsid(0) == os.getpid(), 'torch' in sys.modules")
     assert pids == [(kernel.value("os.getpid()"), True, True)] * 2
-    out = kernel.run("%%distributed -n 2\nopen_ = len(os.listdir('/proc/self/fd'))")
-    assert out.ename == "", out.traceback
+    must_run(kernel, "%%distributed -n 2\nopen_ = len(os.listdir('/proc/self/fd'))")
     assert kernel.run(f"{SPAWN}1 / 0").ename == "ZeroDivisionError"
     assert kernel.run(f"{SPAWN}os._exit(3)").ename == "RankDied"
     assert kernel.value("server()") == first

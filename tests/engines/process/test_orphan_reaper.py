@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import nbtrain
 from nbtrain.engines.process.orphan_reaper import signal_sessions, write_ledger
 from nbtrain.errors import RankDied
+from tests.support.cells import the_last_run
 from tests.support.waiting import is_gone, wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -62,8 +63,7 @@ def test_shared_memory_of_a_rank_that_is_killed_is_deleted() -> None:
 
     with pytest.raises(RankDied):
         nbtrain.launch(train, num_processes=2, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     names = [run.logs(rank).split()[0] for rank in (0, 1) if run.logs(rank)]
     assert names
     wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain.engines.process.forking import fork_process
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 POOLS = {
@@ -48,13 +49,13 @@ def test_a_function_that_the_notebook_compiled_is_compiled_for_another_shape_in_
 ) -> None:
     notebook = start_kernel(environment={"TORCHINDUCTOR_COMPILE_THREADS": "2"})
     notebook.run("%load_ext nbtrain\nimport os, nbtrain, torch")
-    out = notebook.run(
+    must_run(
+        notebook,
         "os.environ['TORCHINDUCTOR_CACHE_DIR'] = os.path.abspath('compiled')\n"
         "compiled = torch.compile(lambda x: (x.sin() * 0 + 1).sum())\n"
         "assert compiled(torch.ones(32)) == 32",
         timeout=200,
     )
-    assert out.ename == ""
     cell = (
         "%%distributed -n 2 --hang-after 150 --on-hang stop\n"
         "def train():\n"
@@ -102,8 +103,7 @@ def test_a_pool_of_joblibs_that_the_notebook_used_works_in_ranks_and_after_them(
     notebook.run(f"import os\nos.environ['JOBLIB_TEMP_FOLDER'] = {str(tmp_path)!r}")
     notebook.run(SCORES)
     assert notebook.value("scores()") == [1.0] * 3
-    out = notebook.run("%%distributed -n 2\ndef train():\n    return scores()", timeout=60)
-    assert not out.ename, out.traceback
+    must_run(notebook, "%%distributed -n 2\ndef train():\n    return scores()", timeout=60)
     assert notebook.value("nbtrain.last_run().results") == [[1.0] * 3] * 2
     assert notebook.value("scores()") == [1.0] * 3
     notebook.run("from joblib.externals.loky import get_reusable_executor")
