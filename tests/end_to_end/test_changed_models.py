@@ -67,28 +67,6 @@ def small():
     ))
 ids = torch.arange(8).view(2, 4)
 """
-SFT = """
-    from datasets import Dataset
-    from peft import LoraConfig
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-    words = ["<pad>", "<eos>", "<unk>", "the", "cat", "dog", "saw", "a", "bird", "and"]
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    arguments = SFTConfig(
-        output_dir="sft", max_steps=3, max_length=8, save_strategy="no", report_to="none",
-        bf16=False, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
-    )
-    SFTTrainer(
-        model, arguments, processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"text": ["the cat saw a bird"] * 32}),
-        peft_config=LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True),
-    ).train()
-"""
 LORA = """
     from peft import LoraConfig, get_peft_model
     wrapped = get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
@@ -99,7 +77,6 @@ LORA = """
 """
 
 ARRIVES = {
-    "LoRA by TRL": Change("small()", SFT, ("trl", "peft", "datasets")),
     "LoRA by PEFT": Change("small()", LORA, ("transformers", "peft")),
     "lazy": Change(
         "torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())",

@@ -230,3 +230,19 @@ def test_what_to_do_about_unequal_shapes_is_beside_the_line(notebook: Notebook, 
     assert out.ename in ("RankDied", "RuntimeError"), out.traceback
     assert out.traceback.count(remedy) == 1, out.traceback
     assert "line 7" in out.traceback or "----> 7 " in out.traceback
+
+
+@pytest.mark.part("live")
+def test_the_cell_of_an_exit_is_named_where_the_rank_does_not_have_it(notebook: Notebook) -> None:
+    notebook.run("import sys\ndef leaves():\n    sys.exit(3)")
+    number = notebook.value("len(In) - 2")
+    out = notebook.run("nbtrain.launch(leaves, num_processes=1, engine='spawn')")
+    if notebook.value("hasattr(get_ipython().compile, '_filename_map')"):  # not IPython 7
+        assert f"(sys.exit(3) at In[{number}], line 3)" in out.evalue
+    assert not notebook.run("%nbtrain start -n 1").ename
+    try:
+        out = notebook.run("%%distributed\nimport sys\nsys.exit(4)")
+        number = notebook.value("len(In) - 2")
+        assert out.evalue == f"sys.exit(4) at In[{number}], line 3, which does not end live ranks"
+    finally:
+        notebook.run("%nbtrain stop")

@@ -111,31 +111,20 @@ def work():
 """
 """A library whose pool of native threads is made at its first use, and is waited for at others."""
 
-POLARS = """
-import polars
-def work():
-    return polars.DataFrame({"a": [1, 2] * 99}).group_by("a").len()
-"""
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows the names of native threads")
-@pytest.mark.parametrize("name", ["pooled", "polars"])
 def test_a_hang_in_a_library_whose_native_threads_are_the_notebooks_names_it(
-    name: str, start_kernel: Callable[..., Notebook], tmp_path: Path
+    start_kernel: Callable[..., Notebook], tmp_path: Path
 ) -> None:
-    if name == "polars":
-        pytest.importorskip("polars")
     packages = tmp_path / "site-packages"
-    for package, source in (("pooled", NATIVE), ("with_polars", POLARS)):
-        (packages / package).mkdir(parents=True)
-        (packages / package / "__init__.py").write_text(source)
+    (packages / "pooled").mkdir(parents=True)
+    (packages / "pooled" / "__init__.py").write_text(NATIVE)
     path = os.pathsep.join([str(packages), *filter(None, [os.environ.get("PYTHONPATH")])])
     notebook = start_kernel(environment={"PYTHONPATH": path})
-    package = {"polars": "with_polars"}.get(name, name)
-    notebook.run(f"%load_ext nbtrain\nimport nbtrain, time\nfrom {package} import work\nwork()")
+    notebook.run("%load_ext nbtrain\nimport nbtrain, time\nfrom pooled import work\nwork()")
     out = notebook.run(CELL.format(line="work()"))
     assert out.ename == "RunTimeout"
-    assert f"line 6: work(). A fork copies no threads, so {name}, which was used" in out.evalue
+    assert "line 6: work(). A fork copies no threads, so pooled, which was used" in out.evalue
     assert "Use --engine spawn" in out.evalue
     spawn = CELL.format(line="work()").replace("--hang-after 1", "--engine spawn --hang-after 60")
     assert notebook.run(spawn).ename == ""

@@ -18,7 +18,6 @@ from nbtrain.system.text import (
     short_repr,
     shorten,
     strip_escapes,
-    strip_rank,
 )
 
 GIB = 1 << 30
@@ -114,11 +113,3 @@ def test_short_reprs_never_raise() -> None:
         assert len(short_repr(value)) <= 200
     assert short_repr({"acc": 0.97, "w": torch.ones(2, 3)}) == "{'acc': 0.97, 'w': Tensor[2, 3]}"
     assert short_repr((1, "a", None)) == "(1, 'a', None)"
-
-
-def test_the_name_of_its_own_rank_is_taken_off_a_line() -> None:
-    for line in ("[rank 3] loading", "[rank3]: loading", "(Rank 3/8) loading", "rank 3: loading"):
-        assert strip_rank(line, 3) == "loading"
-        assert strip_rank(line, 2) == line
-    for line in ("rank 3 is loading", "ranking 3: x", "[rank 3]", "the rank 3: x", "[rank 30] x"):
-        assert strip_rank(line, 3) == line

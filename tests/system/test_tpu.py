@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.errors import MissingExtra, PlanError
+from nbtrain.errors import PlanError
 from nbtrain.system import tpu as host_tpu
 from nbtrain.system.tpu import Tpu, chips_of, find, holders, is_wanted, signs
 
@@ -100,37 +100,6 @@ def test_what_cannot_be_had_is_refused_with_what_can(
     for word in words:
         with pytest.raises(PlanError, match=word):
             host_tpu.ranks(tpu, asked, {"TPU_NAME": "local"})
-
-
-LAUNCH = """
-import functools, os, sys
-from pathlib import Path
-import nbtrain
-from nbtrain.system import tpu
-tpu.find = functools.partial(tpu.find, Path(sys.argv[1]))
-tpu.has_torch_xla = lambda: False
-sys.modules["torch_xla"] = None
-before = dict(os.environ)
-for options in ({}, {"engine": "xla"}):
-    try:
-        run = nbtrain.launch(lambda: 1, view="none", **options)
-        print(run.state.engine, len(run.results), *run.state.notes)
-    except nbtrain.NbtrainError as error:
-        print(type(error).__name__, error)
-assert dict(os.environ) == before
-"""
-
-
-def test_a_tpu_host_without_torch_xla_says_what_to_install(tmp_path: Path) -> None:
-    host(tmp_path, *["0x0063"] * 8)
-    out = subprocess.run(
-        [sys.executable, "-c", LAUNCH, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
-    auto, forced = out.stdout.splitlines()
-    assert auto.startswith("fork 2 This host has a TPU v5e with 8 chips"), out.stderr
-    assert forced.startswith(f"{MissingExtra.__name__} a TPU needs torch_xla")
-    for line in (auto, forced):
-        assert "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'" in line
 
 
 @pytest.mark.part("tpu")
