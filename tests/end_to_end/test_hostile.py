@@ -19,15 +19,6 @@ KINDS = {
         "for i in range(3000): nbtrain.log(step=i, loss=[float('nan'), float('inf'), -1e308, 1e308]"
         "[i % 4])"
     ),
-    "clocks that jump": "\n".join(
-        [
-            "real = time.time",
-            "jump = iter([0, 1e9, -1e9, 1e18, float('inf'), -1e18] * 500)",
-            "time.time = lambda: real() + next(jump, 0)",
-            "for i in range(2000): nbtrain.log(step=i, loss=i)",
-            "time.time = real",
-        ]
-    ),
     "an exception": "raise ValueError('<script>' * 100_000 + '\\x1b[2J')",
 }
 

@@ -172,18 +172,26 @@ def test_what_is_right_is_counted_rightly_and_shows_no_note(notebook: Notebook, 
         assert notebook.value(FIGURES) == [(30, 240)] * 2
 
 
-def test_an_optimizer_comes_home_with_the_model_that_it_moved(notebook: Notebook) -> None:
-    notebook.run(f"{SETUP}\nmodel, optimizer, loader = parts()")
+def test_an_optimizer_and_a_scheduler_come_back_with_the_model_that_they_moved(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        f"{SETUP}\nmodel, optimizer, loader = parts()\n"
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
+    )
     out = notebook.run(
-        "%%distributed -n 2 --out optimizer\n"
-        "def train(model, optimizer, loader):\n"
+        "%%distributed -n 2\n"
+        "def train(model, optimizer, loader, scheduler):\n"
         "    accelerator = Accelerator()\n"
-        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)"
+        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)\n"
+        "    scheduler.step()"
     )
     assert "model: 2 parameters updated from rank 0" in out.board
-    assert "optimizer: state updated from rank 0" in out.board
+    for name in ("optimizer", "scheduler"):
+        assert f"{name}: state updated from rank 0" in out.board
     assert "⚠" not in out.board
     assert notebook.value("[float(s['step']) for s in optimizer.state.values()]") == [6.0, 6.0]
+    assert notebook.value("scheduler.last_epoch") == 1
 
 
 FORMS = """
@@ -233,22 +241,6 @@ def test_a_model_can_be_loaded_again_in_whatever_form_it_was_given(
     trained = notebook.value("trained")
     assert trained != 0
     assert notebook.value("(net.weight.item(), fresh.weight.item())") == (trained, trained)
-
-
-def test_a_scheduler_comes_home(notebook: Notebook) -> None:
-    notebook.run(
-        f"{SETUP}\nmodel, optimizer, loader = parts()\n"
-        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
-    )
-    out = notebook.run(
-        "%%distributed -n 2\n"
-        "def train(model, optimizer, loader, scheduler):\n"
-        "    accelerator = Accelerator()\n"
-        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)\n"
-        "    scheduler.step()"
-    )
-    assert "scheduler: state updated from rank 0" in out.board
-    assert notebook.value("scheduler.last_epoch") == 1
 
 
 def test_a_warning_about_a_call_names_the_users_line(notebook: Notebook) -> None:
