@@ -56,6 +56,7 @@ def test_it_is_a_module_to_run_too() -> None:
 
 def test_no_escape_of_a_run_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     def train() -> None:
+        print("first")
         print("\x1b]0;title\x07\x1b[31mred\x1b[0m \x9b2J bell\x07 tab\tend")
 
     folder = nbtrain.launch(train, num_processes=1, view="none").folder
@@ -67,6 +68,8 @@ def test_no_escape_of_a_run_reaches_the_terminal(capsys: pytest.CaptureFixture[s
         printed = capsys.readouterr().out
         assert not {*printed} & {"\x1b", "\x07", "\x9b"}, command
         assert command != "logs" or "red 2J bell tab\tend" in printed
+    assert cli.main(["logs", "--tail", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,12 +165,6 @@ def test_a_syntax_error_is_the_cells_own_with_its_line(notebook: Notebook) -> No
     assert notebook.value(LAST_FOLDER) == before
 
 
-def test_help_shows_every_option(notebook: Notebook) -> None:
-    (page,) = notebook.run("%%distributed?").pages
-    for option in ("-n", "-e", "-p", "--env", "--as", "--view", "--timeout", "fork", "auto"):
-        assert option in page
-
-
 def test_environment_and_precision_reach_a_plain_accelerator(notebook: Notebook) -> None:
     notebook.run(
         "%%distributed -n 2 -p bf16 --env GREETING='hello there' --env EMPTY=\n"
@@ -251,13 +245,6 @@ def test_what_nbtrain_cannot_be_asked_is_answered_with_what_it_can(
     assert ("%nbtrain needs a command" in out.evalue) == (not line)
     for command in ("runs", "show", "stop", "stacks", "memory", "scaling", "guard", "doctor"):
         assert command in out.evalue
-
-
-@pytest.mark.part("memory", "scaling")
-def test_help_explains_every_command(notebook: Notebook) -> None:
-    out = notebook.run("%nbtrain help")
-    for command in ("guard", "doctor", "runs", "show", "stop", "stacks", "memory", "scaling"):
-        assert f"\n%nbtrain {command}" in out.stdout
 
 
 def test_loading_the_extension_binds_its_name_unless_the_notebook_has_it(

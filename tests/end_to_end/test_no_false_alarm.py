@@ -35,16 +35,6 @@ PROGRAMS = {
             optimizer.step()
             optimizer.zero_grad()
 """,
-    "a backbone that is frozen, and in the optimizer": """
-    accelerator = Accelerator()
-    model = net()
-    model[0].requires_grad_(False)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for x, y in loader:
-        accelerator.backward(loss_of(model, x, y))
-        optimizer.step()
-        optimizer.zero_grad()
-""",
     "a stream that shards itself": """
     class Stream(IterableDataset):
         def __iter__(self):
@@ -69,17 +59,6 @@ PROGRAMS = {
         if bad: continue
         loss.backward()
         optimizer.step()
-""",
-    "five folds, each with a model of its own": """
-    accelerator = Accelerator()
-    for _ in range(5):
-        model = net()
-        model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-        for x, y in loader:
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, x, y))
-            optimizer.step()
-        accelerator.free_memory()
 """,
     "a trial of its own on every rank": """
     rate = [0.1, 0.01][nbtrain.rank()]

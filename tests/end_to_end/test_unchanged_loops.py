@@ -85,14 +85,11 @@ def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Note
     out = must_run(notebook, f"%%distributed -n 2 --as run\n{DATA}{loop.cell}")
     losses = notebook.value("run.results")
     assert notebook.value("[r.progress.steps for r in run.state.ranks]") == [loop.steps] * 2
-    rows = table(out)
     for rank, (at, loss) in enumerate(zip(loop.at, losses, strict=True)):
-        shown = format_number(loss)
         (line,) = [line for line in out.board.splitlines() if f"rank {rank}: done" in line]
         assert "100 %" in line
         assert f"  {at} · " in line
-        assert f"loss {shown}" in line
-        assert float(rows[str(rank)]["loss"]) == float(shown)  # all as long: 0.0340
+        assert f"loss {format_number(loss)}" in line
         rate = re.search(r" ([\d.]+) steps/s", line)
         assert rate is not None
         assert 0 < float(rate[1]) < 1.5 * FASTEST
@@ -102,25 +99,6 @@ def test_a_loop_without_a_call_of_ours_is_on_the_board(name: str, notebook: Note
 def page(out: Outputs) -> str:
     """Return the text of the page's board."""
     return html.unescape(re.sub("<[^>]*>", " ", out.widget("HTML")[1]["value"]))
-
-
-def table(out: Outputs) -> dict[str, dict[str, str]]:
-    """Return the cells of the page's table, by rank and by column."""
-    _, state = out.widget("HTML")
-    drawn = state["value"].partition('aria-label="ranks"')[2].partition("</table>")[0]
-    rows = [
-        [
-            html.unescape(re.sub("<[^>]*>", " ", cell)).strip()
-            for cell in re.findall(r"<t[dh].*?</t[dh]>", row)
-        ]
-        for row in re.findall(r"<tr.*?</tr>", drawn)
-    ]
-    names, *ranks = rows
-    return {
-        row[0].split()[0]: dict(zip(names, row, strict=True))
-        for row in ranks
-        if len(row) == len(names)
-    }
 
 
 def test_a_bar_that_has_ended_shows_no_rate_while_its_rank_goes_on(

@@ -419,15 +419,6 @@ def test_a_launch_from_a_thread_works() -> None:
     assert results == [0, 1]
 
 
-def test_results_of_runs_at_hand_are_not_pruned() -> None:
-    large = b"x" * (2 << 20)
-    runs = [launch("inline", lambda i=i: (i, large if i == 1 else b"")) for i in range(23)]
-    assert [run.value[0] for run in runs] == list(range(23))
-    assert [run.folder.exists() for run in runs[:4]] == [False, True, False, True]
-    with pytest.raises(nbtrain.NbtrainError, match="the latest runs only"):
-        runs[0].logs()
-
-
 def test_a_deleted_run_says_so(tmp_path: Path) -> None:
     import shutil
 

@@ -15,7 +15,7 @@ import pytest
 
 import nbtrain
 from nbtrain.engines import rendezvous
-from nbtrain.errors import LaunchError, NbtrainError, RankDied
+from nbtrain.errors import NbtrainError, RankDied
 from nbtrain.lifecycle import launcher
 from nbtrain.planning.plan import Call, Plan
 from tests.support.ports import free_port
@@ -110,19 +110,6 @@ def test_the_process_of_the_store_ends_with_the_run_and_holds_no_port(port: int)
     assert listening == [("127.0.0.1", port)]
     store.close()
     store.close()
-    rendezvous.bind(port).close()
-
-
-@linux
-def test_a_store_that_cannot_be_forked_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_child: object) -> int:
-        raise OSError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(rendezvous, "fork_process", refuse)
-    listener = rendezvous.bind(None)
-    port = listener.getsockname()[1]
-    with pytest.raises(LaunchError, match="no process could be forked to serve"):
-        rendezvous.StoreProcess(listener)
     rendezvous.bind(port).close()
 
 

@@ -5,7 +5,6 @@ not.
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -92,26 +91,6 @@ def test_what_goes_on_or_ends_by_itself_is_no_deadlock(hasty: Notebook, case: st
     hasty.run("import datetime")
     out = must_run(hasty, _TALKING.format(options="--timeout 60", call=_NO_DEADLOCK[case]))
     assert "✓" in out.board
-
-
-_TWO_ROUNDS = """%%distributed -n 2 --timeout 60
-import torch.distributed as dist
-def train():
-    rank, x = nbtrain.rank(), torch.ones(3)
-    for port in ports:
-        # At addresses of their own: torch takes the old ones, if they are still in the store.
-        dist.init_process_group('gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
-        if port == ports[0]: dist.all_reduce(x)
-        elif rank == 0: time.sleep(6); dist.barrier()
-        else: dist.barrier()
-        dist.destroy_process_group()
-"""
-
-
-def test_the_collectives_of_a_group_that_was_left_are_no_deadlock(hasty: Notebook) -> None:
-    with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
-        hasty.run(f"ports = {[each.getsockname()[1] for each in (first, second)]}")
-    must_run(hasty, _TWO_ROUNDS)
 
 
 @pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +16,6 @@ from nbtrain.hangs import collectives, stack_dumps, stacks
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
-from tests.tools.faults import Unavailable, entering, pids_cgroup
 
 
 def test_the_parts_of_torch_that_are_used_are_there() -> None:
@@ -97,42 +94,3 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
             assert "_write_stacks" not in str(told)
     finally:
         run.stop()
-
-
-CRAMPED = """
-import json, nbtrain, os, pathlib, sys, time
-group = pathlib.Path(sys.argv[1])
-limit = group / "pids.max"
-at_first = limit.read_text()
-
-def train():
-    import torch, torch.distributed as dist
-    if os.environ["RANK"] == "0":  # one limit, since the note has its figure
-        limit.write_text(str(int((group / "pids.current").read_text()) + 14))
-    while limit.read_text() == at_first:
-        time.sleep(0.01)
-    dist.init_process_group("gloo")
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    return ones.item()
-
-run = nbtrain.launch(train, num_processes=2, view="none")
-again = nbtrain.Run.open(run.folder)
-print(json.dumps([run.state.outcome, run.results, run.state.notes, again.state.notes]))
-"""
-
-
-def test_a_container_without_room_for_the_recorder_is_reported_once() -> None:
-    try:
-        with pids_cgroup(500) as group:
-            command = [sys.executable, "-c", f"import os; {entering(group)}\n{CRAMPED}", str(group)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    assert done.returncode == 0, done.stderr
-    outcome, results, notes, reopened = json.loads(done.stdout)
-    assert (outcome, results) == ("succeeded", [2.0, 2.0])
-    assert reopened == notes
-    told = "leaves too few threads for PyTorch's flight recorder, so it is off"
-    (note,) = [note for note in notes if told in note]
-    assert "To have both, raise this container's pids.max" in note

@@ -197,14 +197,6 @@ def test_a_kill_that_may_be_for_memory_comes_with_how_ranks_share_a_model(
     assert set(found.advice) <= set(found.evidence)
 
 
-def test_the_systems_count_of_kills_is_evidence() -> None:
-    why = "the system's count of those went from 3 to 4"
-    found = death(-9, cause="was killed", evidence=(("", why),), code=ev.OUT_OF_MEMORY)
-    assert found.kind == "out of memory"
-    assert why in found.evidence
-    assert any(line.startswith("rank 0 held 3.0 GiB (no weights") for line in found.evidence)
-
-
 def test_a_crash_names_the_users_own_line() -> None:
     library = verdict.__file__.replace("verdict.py", "worker.py")
     log = (

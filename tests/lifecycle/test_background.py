@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
-import queue
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
 
 import nbtrain
-from nbtrain.errors import LaunchError, PlanError, PreflightError
-from nbtrain.lifecycle import background
+from nbtrain.errors import PlanError, PreflightError
 from nbtrain.lifecycle.catalog import find_run
 from nbtrain.lifecycle.run import Run, background_runs
 from nbtrain.tracking import run_folder as folders
@@ -235,64 +229,6 @@ def test_a_keeper_that_is_killed_takes_its_ranks_and_theirs_with_it(temporary: P
     wait_until(lambda: not list(temporary.glob("nbtrain-*")))
 
 
-def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:
-    """What the functions below do, with signs of life before and one after."""
-    wait_until(lambda: nbtrain.log(loss=1.0) or go.exists(), 60)
-    nbtrain.log(loss=2.0)
-    with torch.no_grad():
-        model.weight.fill_(3)
-    return "done"
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"background": True},
-    ],
-    ids=str,
-)
-def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
-    how: dict[str, bool], tmp_path: Path, run_root: Path
-) -> None:
-    returned = queue.SimpleQueue[nbtrain.Run]()  # else the launch is asked about a folder of none
-
-    def delete() -> None:
-        wait_until(lambda: b"loss" in read(*run_root.glob("runs/*/rank-0000.jsonl")), 60)
-        if how:  # and it has been read here, too
-            launched = returned.get(timeout=60)
-            wait_until(lambda: bool(launched.state.ranks[0].metrics), 60)
-        (folder,) = run_root.glob("runs/*")
-        vanish(run_root)
-        wait_until((folder / "run.json").exists, 30)
-        # A rank looks for its file now and then: what it writes before goes with the old one.
-        wait_until((folder / "rank-0000.jsonl").exists, 30)
-        (tmp_path / "go").touch()
-
-    model = torch.nn.Linear(1, 1)
-    with ThreadPoolExecutor(1) as other:
-        deleted = other.submit(delete)
-        options: dict[str, Any] = {"num_processes": 1, "view": "none", **how}
-        run = nbtrain.launch(until_told_to_go, tmp_path / "go", model, **options)
-        returned.put(run)
-        run.wait()
-        deleted.result()
-    assert (run.state.status, run.value, model.weight.item()) == ("succeeded", "done", 3)
-    for state in (run.state, Run.open(run.folder).state):
-        assert "was deleted" in str(state.notes)
-        assert state.ranks[0].metrics == {"loss": 2.0}
-    assert run not in background_runs()
-
-
-def read(*paths: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in paths)
-
-
-def vanish(folder: Path) -> None:
-    """Delete a folder, at once as far as the processes see that write to it."""
-    shutil.rmtree(folder.rename(folder.with_name("vanished")))
-
-
 def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
     name = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none").folder
     nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
@@ -301,20 +237,6 @@ def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
     assert run.folder == name
     assert find_run(name.name) is run  # it is followed once, however often it is shown
     run.stop()
-
-
-@pytest.mark.parametrize("how", ["background", "detach"])
-def test_a_keeper_that_cannot_be_made_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch, how: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(background, "set_watching_process", full)
-    with pytest.raises(LaunchError, match="No space left on device"):
-        nbtrain.launch(int, num_processes=1, **{how: True})
-    assert not folders.is_watched(folders.runs()[-1])
-    assert capfd.readouterr().err == ""
 
 
 def test_a_detached_run_does_not_hold_the_kernels_output(

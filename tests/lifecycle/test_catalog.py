@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 import nbtrain
-from nbtrain.commands import cli
 from nbtrain.errors import PlanError
 from nbtrain.lifecycle import catalog
-from nbtrain.tracking.run_folder import create
 from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -52,44 +50,6 @@ def test_a_damaged_run_is_a_row_that_says_so(run_root: Path) -> None:
     assert [(info.name, info.status) for info in infos] == [(n, "unreadable") for n in "abc"]
     assert len([line for line in catalog.page(infos).splitlines() if "run.json" in line]) == 3
     assert list(nbtrain.runs()["status"]) == ["unreadable"] * 3
-
-
-def _metrics(*values: object, name: str = "loss") -> str:
-    """Return what a rank reports that logs these values, as its file has them."""
-    record = '{{"kind":"metrics","time":{},"rank":0,"step":{},"values":{{"{}":{}}}}}\n'
-    return "".join(record.format(100 + at, at, name, value) for at, value in enumerate(values))
-
-
-_ODD_RUNS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "infinities": ({}, _metrics("1e999", "-1e999", "NaN", "1.0"), "succeeded"),
-    "name": ({}, _metrics("1", "2", name="a\\ud800\\nb"), "succeeded"),
-    "status": ({}, "", "\\u001b[31m\\n\\ud800"),
-}
-"""By a name: a manifest, what both ranks reported, and how the launcher says that the run ended."""
-
-
-@pytest.mark.parametrize("kind", _ODD_RUNS)
-def test_an_odd_run_breaks_no_list_and_no_command(
-    kind: str, runs: list[nbtrain.Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest, reported, status = _ODD_RUNS[kind]
-    folder = create(kind, {"name": kind, "created": 99.0, "num_processes": 2, **manifest})
-    end = f'{{"kind":"finished","time":200,"rank":-1,"status":"{status}"}}\n'
-    folder.launcher_events.write_text(end)
-    for rank in range(2):
-        folder.events(rank).write_text(reported.replace('"rank":0', f'"rank":{rank}'))
-    lines = catalog.page(catalog.run_infos()).splitlines()
-    assert len([line for line in lines if folder.path.name in line]) == 1
-    assert "".join(lines).isprintable()
-    assert len(nbtrain.runs()) == 3
-    run = catalog.find_run(folder.path.name)
-    assert run._repr_html_()
-    assert json.loads(json.dumps(run.to_dict(), allow_nan=False))
-    assert len(run.compare(runs[0].folder.name).columns) == 2
-    assert [stack.trouble != "" for stack in run.stacks()] == [True, True]
-    for command in (["runs"], ["runs", "--json"], ["show", folder.path.name], ["logs"]):
-        assert cli.main(command) == 0
-        assert not {*capsys.readouterr().out} & {"\x1b", "\ud800"}, command
 
 
 def test_a_run_whose_kernel_is_gone_is_lost_and_one_that_is_watched_runs(

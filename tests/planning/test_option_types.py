@@ -121,6 +121,7 @@ def test_options_become_values(line: str, values: dict[str, Any]) -> None:
     [
         ("--num_processes 2", "--num-processes"),
         ("--nproc_per_node=2", "--num-processes"),
+        ("--mixed_precision bf16", "--mixed-precision"),
         ("--engine frok", "fork"),
         ("--telemetry bar", "bars"),
     ],

