@@ -9,7 +9,6 @@ from html import unescape
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm.auto import tqdm
 
 from nbtrain.ui import eta
 from tests.support.cells import must_run
@@ -198,21 +197,3 @@ def test_attempts_are_no_epochs() -> None:
     run = launch(train)
     assert [(row.training, row.epoch) for row in run.state.ranks[0].epochs] == [(1, 1), (2, 1)]
     assert eta.run_fraction(run.state) == 1.0
-
-
-def test_a_run_that_stops_at_its_last_step_is_done() -> None:
-    def train() -> None:
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer, bar = torch.optim.SGD([weight], lr=0.1), tqdm(total=12)
-        for _epoch in range(10):
-            for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=1):
-                (weight * x).sum().backward()
-                optimizer.step()
-                bar.update()
-                time.sleep(0.03)
-                if bar.n == 12:
-                    return
-
-    run = launch(train)
-    assert eta.run_fraction(run.state) == 1.0
-    assert "% done" not in re.sub("<[^>]*>", " ", run._repr_html_())

@@ -58,11 +58,3 @@ def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook) -> 
     assert "✓ train.py: succeeded" in text
     assert re.search(r"  train\.py +succeeded", row)
     assert "cell [" not in board + text + card + row
-
-
-def test_a_cell_that_runs_again_is_compared_with_its_last_run(notebook: Notebook) -> None:
-    cell = "%%distributed -n 1\nfor n in range(20): nbtrain.log(loss=1 / (1 + n), step=n)"
-    notebook.run(cell)
-    number = notebook.value("nbtrain.last_run().state.number")
-    out = notebook.run(cell)
-    assert f"about as #{number}" in words((out.updates or out.displays)[-1]["text/html"])

@@ -211,12 +211,6 @@ def test_a_crash_names_the_users_own_line() -> None:
     assert [line for line in found.evidence if line.startswith("at ")][-1] == "at line 5 in train"
 
 
-def test_a_report_that_could_not_be_written_is_no_exit_code() -> None:
-    found = death(1, "", ev.Ended(1.0, 0, error="ValueError: bad luck"))
-    text = "failed with ValueError: bad luck; its report could not be written"
-    assert (found.kind, found.headline) == ("exception", text)
-
-
 def test_the_line_of_generated_code_is_no_line_of_the_cell() -> None:
     """A four-line cell was to be corrected at line 194, which was of a dataclass's `__init__`."""
     traceback = (

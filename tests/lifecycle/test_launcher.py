@@ -75,13 +75,7 @@ def test_launch_refuses_bad_arguments(options: dict[str, object], words: str) ->
         nbtrain.launch("not a function")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config",
-        "out",
-    ],
-)
+@pytest.mark.parametrize("name", ["config", "out"])
 @pytest.mark.part("scaling")
 def test_an_argument_that_is_called_as_an_option_is_shown_its_way(name: str) -> None:
     def train(**given: object) -> dict[str, object]:

@@ -131,13 +131,7 @@ def test_a_misspelt_option_or_name_is_guessed(line: str, guess: str) -> None:
         parsing.parse_options(line.split())
 
 
-@pytest.mark.parametrize(
-    "port",
-    [
-        "abc",
-        "0",
-    ],
-)
+@pytest.mark.parametrize("port", ["abc", "0"])
 def test_a_port_in_the_environment_has_to_be_one(port: str) -> None:
     with pytest.raises(PlanError, match="MASTER_PORT must be a port from 1 to 65535, not"):
         Plan(Call(print), "print", env={"MASTER_PORT": port})

@@ -150,13 +150,3 @@ def test_kills_for_want_of_memory_are_counted_where_the_process_belongs(tmp_path
     assert host.oom_kills(v1) == 2
     assert host.oom_kills(tree(**{"proc__vmstat": "pgfault 1\noom_kill 5\n"})) == 5
     assert host.oom_kills(tree()) is None
-
-
-@pytest.mark.parametrize(("per_core", "crowded"), [(0.5, False), (0.8, True), (3.0, True)])
-def test_a_host_is_crowded_once_nearly_as_many_want_to_run_as_there_are_cores(
-    per_core: float, crowded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (per_core * (os.cpu_count() or 1), 0.0, 0.0))
-    host._is_crowded.cache_clear()
-    assert host.is_crowded() is crowded
-    host._is_crowded.cache_clear()

@@ -9,7 +9,6 @@ import pytest
 
 from nbtrain.system.text import (
     format_bytes,
-    format_bytes_of,
     format_count,
     format_duration,
     format_number,
@@ -36,12 +35,6 @@ GIB = 1 << 30
 )
 def test_bytes_have_binary_units(size: float, text: str) -> None:
     assert format_bytes(size) == text
-
-
-def test_a_part_of_a_size_repeats_no_unit() -> None:
-    assert format_bytes_of(2.6 * GIB, 64 * GIB) == "2.6 of 64.0 GiB"
-    assert format_bytes_of(800 << 20, 64 * GIB) == "800 MiB of 64.0 GiB"
-    assert format_bytes_of(12, 3 << 20) == "12 B of 3 MiB"
 
 
 @pytest.mark.parametrize(

@@ -55,20 +55,6 @@ def test_ranks_compute_in_parallel_after_the_notebook_did() -> None:
     wait_until(lambda: not any(t.name == "nbtrain-fork" for t in threading.enumerate()))
 
 
-def test_ranks_use_scikit_learn_after_the_notebook_did() -> None:
-    ensemble = pytest.importorskip("sklearn.ensemble")  # up to 1.7, with an OpenMP of GCC 4.8
-    x = torch.rand(5000, 20, generator=torch.manual_seed(0)).numpy()
-    y = (x[:, 0] > 0.5).astype(int)
-
-    def fit() -> float:
-        model = ensemble.HistGradientBoostingClassifier(max_iter=5)
-        return float(model.fit(x, y).score(x, y))
-
-    assert fit() > 0.9
-    run = nbtrain.launch(fit, num_processes=2, view="none", timeout=60)
-    assert all(score > 0.9 for score in run.results)
-
-
 @pytest.mark.usefixtures("_pool")
 def test_a_rank_is_what_the_notebooks_main_thread_was() -> None:
     def train() -> tuple[object, ...]:
