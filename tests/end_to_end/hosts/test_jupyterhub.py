@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.cells import must_run
 from tests.support.kernel import Outputs, record
 from tests.support.ports import free_port
 from tests.support.waiting import is_gone, wait_until
@@ -192,7 +191,8 @@ def opened(hub: Hub) -> Iterator[Page]:
     url = f"ws://{hub.address}{path}/channels"
     with connect(url, additional_headers=token, max_size=None) as connection:
         page = Page(hub, path, connection)
-        must_run(page, LOAD)
+        loaded = page.run(LOAD)
+        assert loaded.ename == "", loaded.traceback
         yield page
 
 
@@ -321,5 +321,6 @@ def test_no_rank_stays_when_the_kernel_or_the_server_goes(hub: Hub, page: Page, 
         hub.start_server()
     wait_until(lambda: all(map(is_gone, ranks)), timeout=30)
     with opened(hub) as again:
-        must_run(again, "%%distributed -n 2\nnbtrain.rank()")
+        after = again.run("%%distributed -n 2\nnbtrain.rank()")
+        assert after.ename == "", after.traceback
         assert "[0, 1]" in again.run("print(nbtrain.last_run().results)").stdout
