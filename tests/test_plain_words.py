@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.tools.plain_words import PACKAGE, Room, is_odd_name, measure_rooms
+from tests.tools.plain_words import PACKAGE, Room, measure_rooms
 
 
 class Ceiling(NamedTuple):
@@ -75,22 +75,6 @@ def test_a_function_of_several_lines_says_what_it_does() -> None:
         if not (function.name.startswith("__") or ast.get_docstring(function))
     ]
     assert without == []
-
-
-@pytest.mark.parametrize(
-    ("name", "is_odd"),
-    [
-        ("_name_the_deaf", True),
-        ("of_run", True),
-        ("joined", True),
-        ("let_gone", True),
-        ("estimate_run", False),
-        ("_read_log_end", False),
-        ("__init__", False),
-    ],
-)
-def test_a_name_that_is_no_verb_is_odd(name: str, is_odd: bool) -> None:
-    assert is_odd_name(name) == is_odd
 
 
 def test_the_counter_sees_code_words_and_constants(tmp_path: object) -> None:

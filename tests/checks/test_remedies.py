@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-import nbtrain
 from nbtrain.checks.remedies import remedies
+from tests.support.cells import the_last_run
 from tests.support.runs import launch
 
 
@@ -102,18 +102,9 @@ def has_fewer_batches(batches: tuple[int, int]) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("batches", [(5, 3), (2, 6)])
-def test_a_rank_that_ends_early_is_given_a_remedy(batches: tuple[int, int]) -> None:
+def test_a_rank_that_ends_early_is_given_a_remedy() -> None:
     with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
-        launch(has_fewer_batches, batches, n=2)
-    run = nbtrain.last_run()
-    assert run is not None
+        launch(has_fewer_batches, (5, 3), n=2)
+    run = the_last_run()
     assert run.failure is not None
     assert any("`with model.join():`" in advice for advice in run.failure.advice)
-
-
-def test_a_fork_that_numba_refuses_is_told_two_ways_out() -> None:
-    log = "Terminating: fork() called from a process already using GNU OpenMP, this is unsafe."
-    (remedy,) = remedies(f"was killed by SIGTERM\n{log}")
-    assert "--engine spawn" in remedy
-    assert "NUMBA_THREADING_LAYER=workqueue" in remedy

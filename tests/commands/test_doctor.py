@@ -19,6 +19,7 @@ from nbtrain.findings import Finding
 from nbtrain.system import accelerator_guard, tpu
 from nbtrain.system.gpus import Gpu, Holder
 from nbtrain.tracking import run_folder
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 
@@ -39,32 +40,6 @@ def test_every_gpu_is_shown_with_who_uses_it(monkeypatch: pytest.MonkeyPatch) ->
     assert "CUDA_VISIBLE_DEVICES=0,1" in rows[-1][1]
 
 
-def test_a_host_without_a_gpu_shows_that_or_its_tpu() -> None:
-    ((_, text), *_) = doctor.accelerators((), 0, [""])
-    assert text.startswith("none listed by the NVIDIA (NVML)")
-    rows = list(doctor.accelerators((), 0, ["TPU (TPU_NAME)"]))
-    assert rows[0] == ("other", "TPU (TPU_NAME)")
-    assert "GPU" not in dict(rows)
-
-
-def test_what_hinders_a_launch_is_shown_by_engine() -> None:
-    refusal = Finding(
-        "accelerator-initialized",
-        "CUDA is already initialised in this kernel.",
-        "Restart it.",
-        "refuse",
-    )
-    warning = Finding("gpu-in-use", "GPU 0 is in use.", "End it.", "warn")
-    assert list(doctor.launch("fork", [refusal, warning])) == [
-        ("", "fork refused: CUDA is already initialised in this kernel. Restart it."),
-        ("", "fork warned: GPU 0 is in use. End it."),
-    ]
-    assert list(doctor.launch("spawn", [])) == [("", "spawn: a launch can start")]
-    assert list(doctor.launch("fork", [], "torch is not installed")) == [
-        ("", "fork refused: torch is not installed")
-    ]
-
-
 def test_a_program_gets_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     nbtrain.launch(print, num_processes=1, view="none")
     assert cli.main(["doctor", "--json"]) == 0
@@ -78,17 +53,6 @@ def test_a_program_gets_what_the_page_shows(capsys: pytest.CaptureFixture[str]) 
         assert (seen["ranks"], seen["device"]) == (2, "cpu")
         assert list(seen["engines"]) == ["fork", "spawn"]
         assert seen["engines"]["fork"] == {"refused": [], "warned": []}
-
-
-def test_a_program_gets_every_gpu_in_bytes() -> None:
-    first = json.loads(json.dumps(doctor.gpu_to_dict(GPUS[0])))
-    assert (first["name"], first["bytes"], first["used_bytes"]) == (
-        "Tesla T4",
-        15 << 30,
-        9000 << 20,
-    )
-    assert first["processes"] == [{"pid": os.getpid(), "bytes": 8 << 30}]
-    assert "GPU-0" not in str(first)
 
 
 def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
@@ -160,14 +124,6 @@ def test_the_reference_lists_the_keys_of_the_doctor() -> None:
     assert set(re.findall(r"`(\w+)`", keys)) == {*doctor.to_dict()}
 
 
-def test_a_long_row_is_wrapped_beside_its_label() -> None:
-    lines = list(doctor.section("Versions", [("packages", "word " * 60), ("", "finding " * 30)]))
-    assert lines[:2] == ["", "Versions"]
-    assert lines[2].startswith("  packages      word")
-    assert lines[3].startswith(" " * 16 + "word")
-    assert max(map(len, lines)) <= 80
-
-
 @pytest.mark.parametrize(
     ("shell", "variable", "name"),
     [
@@ -176,10 +132,7 @@ def test_a_long_row_is_wrapped_beside_its_label() -> None:
         ("<ZMQInteractiveShell>", "KAGGLE_KERNEL_RUN_TYPE", "Kaggle"),
         ("<TerminalInteractiveShell>", "VSCODE_PID", "terminal IPython"),
         ("<ZMQInteractiveShell>", "VSCODE_PID", "VS Code"),
-        ("<ZMQInteractiveShell>", "VSCODE_CWD", "VS Code"),
-        ("<ZMQInteractiveShell>", "VSCODE_GIT_IPC_HANDLE", "Jupyter kernel"),
         ("<ZMQInteractiveShell>", "JUPYTERHUB_USER", "JupyterHub"),
-        ("<ZMQInteractiveShell>", "HOME", "Jupyter kernel"),
     ],
 )
 def test_the_frontend_is_named_as_far_as_it_can_be_known(
@@ -215,7 +168,6 @@ def test_the_users_home_is_not_in_the_page(monkeypatch: pytest.MonkeyPatch, tmp_
     ("module", "reason"),
     [
         ("raise OSError('libtorch.so: cannot open')", "cannot be imported: OSError: libtorch.so"),
-        ("import torch_is_not_whole", "No module named 'torch_is_not_whole'"),
         (None, "torch is not installed"),
     ],
 )
@@ -249,8 +201,7 @@ def test_without_a_torch_that_works_the_page_says_so(
 
 
 def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
-    out = notebook.run("%nbtrain doctor")
-    assert out.ename == "", out.traceback
+    out = must_run(notebook, "%nbtrain doctor")
     first, *_ = out.stdout.splitlines()
     assert first.startswith("nbtrain ")
     assert first.endswith("Jupyter kernel")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
@@ -33,8 +34,8 @@ def start(start_kernel: Callable[..., Notebook], tmp_path: Path) -> Start:
     (package / "__init__.py").touch()
     (package / "part.py").write_text(PART)
 
-    def start(switch: str = "on") -> tuple[Notebook, Path]:
-        kernel = start_kernel(environment={"NBTRAIN_PRELOAD": switch})
+    def start() -> tuple[Notebook, Path]:
+        kernel = start_kernel(environment={"NBTRAIN_PRELOAD": "on"})
         kernel.run("%load_ext nbtrain\nimport sys, torch")
         kernel.run(f"sys.path.append({str(package.parent)!r})")
         kernel.run(
@@ -76,33 +77,17 @@ def test_a_cell_that_comes_meanwhile_waits_for_the_whole_module(start: Start) ->
     assert (out.stdout, out.ename) == ("True\n", "")
 
 
-@pytest.mark.parametrize("switch", ["on", "off"])
-def test_nothing_is_imported_beside_a_thread_or_with_the_switch_off(
-    start: Start, switch: str
-) -> None:
-    kernel, package = start(switch)
+def test_nothing_is_imported_beside_a_thread(start: Start) -> None:
+    kernel, package = start()
     (package / "goes on").touch()
-    if switch == "on":
-        kernel.run(
-            "import threading\nend = threading.Event()\nthreading.Thread(target=end.wait).start()"
-        )
+    kernel.run(
+        "import threading\nend = threading.Event()\nthreading.Thread(target=end.wait).start()"
+    )
     kernel.run("add()")
     idle(kernel, package)
     assert kernel.value("'idle_one.part' in sys.modules") is False
-    kernel.run("end.set()" if switch == "on" else "%env NBTRAIN_PRELOAD=on")
+    kernel.run("end.set()")
     wait_until((package / "done").exists, 100)
-
-
-def test_nothing_is_imported_while_a_cell_awaits(start: Start) -> None:
-    kernel, package = start()
-    (package / "goes on").touch()
-    out = kernel.run(
-        "import asyncio\nadd()\nawait asyncio.sleep(1)\nprint('idle_one.part' in sys.modules)"
-    )
-    assert out.stdout == "False\n"
-    kernel.run("%unload_ext nbtrain")
-    idle(kernel, package)
-    assert kernel.value("'idle_one.part' in sys.modules") is False
 
 
 @pytest.mark.slow
@@ -126,9 +111,9 @@ def test_torch_compile_works_between_and_after_the_pieces(
     )
     assert (between.stdout, between.ename) == ("2.0\n", "")
     wait_until(marks[1].exists, 100)
-    run = kernel.run(
+    must_run(
+        kernel,
         "%%distributed -n 2 --as run\n"
-        "assert 'torch._dynamo' in sys.modules\nf(torch.ones(1)).item()"
+        "assert 'torch._dynamo' in sys.modules\nf(torch.ones(1)).item()",
     )
-    assert not run.ename, run
     assert kernel.value("run.results") == [2.0, 2.0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 LAST_FOLDER = "str(getattr(nbtrain.last_run(), 'folder', None))"
@@ -14,12 +15,12 @@ LAST_FOLDER = "str(getattr(nbtrain.last_run(), 'folder', None))"
 
 def test_training_function_is_filled_from_notebook_variables(notebook: Notebook) -> None:
     notebook.run("model, epochs, rate = 'the model', 7, 0.5")
-    out = notebook.run(
+    must_run(
+        notebook,
         "%%distributed -n 2\n"
         "def train(model, epochs=3, *, rate, depth=2):\n"
-        "    return model, epochs, rate, depth, nbtrain.rank(), nbtrain.world_size()\n"
+        "    return model, epochs, rate, depth, nbtrain.rank(), nbtrain.world_size()\n",
     )
-    assert out.ename == ""
     assert notebook.value("nbtrain.last_run().results") == [
         ("the model", 7, 0.5, 2, 0, 2),
         ("the model", 7, 0.5, 2, 1, 2),
@@ -119,17 +120,10 @@ def test_a_decorator_may_fill_parameters(notebook: Notebook) -> None:
         "def train(rank, times=3):\n"
         "    return rank, times"
     )
-    out = notebook.run(f"%%distributed\n{source}")
-    assert out.ename == "", out.evalue
+    must_run(notebook, f"%%distributed\n{source}")
     assert notebook.value("str(nbtrain.last_run().results)") == "[(0, 3), (1, 3)]"
-    out = notebook.run(f"{source}\nr = nbtrain.launch(train, 2, num_processes=2)")
-    assert out.ename == "", out.evalue
+    must_run(notebook, f"{source}\nr = nbtrain.launch(train, 2, num_processes=2)")
     assert notebook.value("str(r.results)") == "[(0, 2), (1, 2)]"
-
-
-def test_names_the_cell_itself_binds_fill_parameters(notebook: Notebook) -> None:
-    notebook.run("%%distributed -n 1\nfrom math import pi\nk = 2\ndef train(pi, k):\n    return k")
-    assert notebook.value("nbtrain.last_run().value") == 2
 
 
 def test_bad_options_are_one_clear_line_and_start_nothing(notebook: Notebook) -> None:
@@ -171,12 +165,6 @@ def test_a_syntax_error_is_the_cells_own_with_its_line(notebook: Notebook) -> No
     assert notebook.value(LAST_FOLDER) == before
 
 
-def test_help_shows_every_option(notebook: Notebook) -> None:
-    (page,) = notebook.run("%%distributed?").pages
-    for option in ("-n", "-e", "-p", "--env", "--as", "--view", "--timeout", "fork", "auto"):
-        assert option in page
-
-
 def test_environment_and_precision_reach_a_plain_accelerator(notebook: Notebook) -> None:
     notebook.run(
         "%%distributed -n 2 -p bf16 --env GREETING='hello there' --env EMPTY=\n"
@@ -189,14 +177,6 @@ def test_environment_and_precision_reach_a_plain_accelerator(notebook: Notebook)
     expected = ("DistributedType.MULTI_CPU", 2, "bf16", "cpu", "hello there", "", 2.0)
     assert notebook.value("nbtrain.last_run().results") == [expected, expected]
     assert notebook.value("'GREETING' in os.environ") is False
-
-
-def test_an_accelerator_of_the_notebook_is_refused_where_it_is_used(notebook: Notebook) -> None:
-    notebook.run("from accelerate import Accelerator\nmine = Accelerator(cpu=True)")
-    assert notebook.run("%%distributed -n 2\n1").ename == ""
-    out = notebook.run("%%distributed -n 2\nmine.print(1)")
-    assert out.ename == "PreflightError"
-    assert "`mine` (an Accelerator) was made in the notebook" in out.evalue
 
 
 def test_output_of_ranks_is_kept_by_rank(notebook: Notebook) -> None:
@@ -225,7 +205,8 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
         "from tqdm.auto import tqdm as bound_before\nimport tqdm\n"
         "made_before = bound_before(total=4, desc='made before'), tqdm.tqdm(total=4, desc='plain')"
     )
-    out = notebook.run(
+    out = must_run(
+        notebook,
         "%%distributed -n 1\n"
         "import tqdm, tqdm.auto, tqdm.notebook\n"
         "for make in (tqdm.tqdm, tqdm.auto.tqdm, tqdm.notebook.tqdm, bound_before):\n"
@@ -235,9 +216,8 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
         "bar.update(4); bar.close()\n"
         "for bar in made_before: bar.update(3); bar.close()\n"
         "tqdm.tqdm.write('beside the bars')\n"
-        "list(nbtrain.progress(range(5), description='ours'))"
+        "list(nbtrain.progress(range(5), description='ours'))",
     )
-    assert out.ename == "", out.traceback
     assert notebook.value("nbtrain.last_run().logs(0)") == "beside the bars"
     assert "ours: 5/5" in out.board
     events = notebook.value("(nbtrain.last_run().folder / 'rank-0000.jsonl').read_text()")
@@ -246,11 +226,6 @@ def test_bars_of_every_flavour_are_caught_and_nothing_is_printed_twice(notebook:
     for name in ("made before", "plain"):
         assert re.search(f'"n":3,"total":4,.*"description":"{name}"', events)
     assert '"closed":true' in last
-
-
-def test_input_in_a_rank_says_so_instead_of_waiting(notebook: Notebook) -> None:
-    out = notebook.run("%%distributed -n 1\ninput('name? ')", timeout=20)
-    assert out.ename == "StdinNotImplementedError"
 
 
 def test_unloading_takes_the_magics_away(notebook: Notebook) -> None:
@@ -272,13 +247,6 @@ def test_what_nbtrain_cannot_be_asked_is_answered_with_what_it_can(
         assert command in out.evalue
 
 
-@pytest.mark.part("memory", "scaling")
-def test_help_explains_every_command(notebook: Notebook) -> None:
-    out = notebook.run("%nbtrain help")
-    for command in ("guard", "doctor", "runs", "show", "stop", "stacks", "memory", "scaling"):
-        assert f"\n%nbtrain {command}" in out.stdout
-
-
 def test_loading_the_extension_binds_its_name_unless_the_notebook_has_it(
     start_kernel: Callable[..., Notebook],
 ) -> None:
@@ -295,41 +263,6 @@ def test_what_is_misspelt_is_guessed(notebook: Notebook) -> None:
     assert "has no command 'gaurd' (did you mean guard?)" in out.evalue
     out = notebook.run("%%distributed --num_processes 2\n1")
     assert "--num_processes 2 (did you mean --num-processes?)" in out.evalue
-
-
-def test_a_cell_whose_function_takes_its_rank_is_refused_with_its_last_line(
-    notebook: Notebook,
-) -> None:
-    cell = "def work(rank, world_size, epochs=2):\n    return rank, world_size"
-    out = notebook.run(f"%%distributed\n{cell}")
-    last = "work(nbtrain.rank(), nbtrain.world_size())"
-    assert f"If it is the rank, as for mp.spawn, add `{last}` as the last line" in out.evalue
-    notebook.run(f"%%distributed -n 2\n{cell}\n{last}")
-    assert notebook.value("nbtrain.last_run().results") == [(0, 2), (1, 2)]
-
-
-def test_a_port_that_is_in_use_is_refused(notebook: Notebook) -> None:
-    notebook.run(
-        "import socket\nholder = socket.socket()\nholder.bind(('127.0.0.1', 0))\nholder.listen(1)\n"
-        "port = holder.getsockname()[1]"
-    )
-    out = notebook.run("%%distributed --env MASTER_PORT={port}\n1")
-    assert "cannot be used here (Address already in use" in out.evalue
-    assert "Leave out --env MASTER_PORT: nbtrain then uses a free port." in out.evalue
-    notebook.run("holder.close()")
-
-
-def test_a_tpu_that_is_in_use_is_not_helped_by_fresh_processes(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nfrom nbtrain.system import tpu")
-    out = kernel.run("tpu.is_initialized = lambda: True")
-    assert "initialised XLA, so ranks cannot use XLA. Restart the kernel and use XLA" in out.stdout
-    assert "spawn" not in out.stdout
-    out = kernel.run("%nbtrain guard")
-    assert "Ranks cannot use XLA. Restart the kernel." in out.stdout
-    assert "spawn" not in out.stdout
 
 
 def test_a_name_that_only_ranks_have_is_explained_where_it_is_missed(notebook: Notebook) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from html import unescape
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm.auto import tqdm
 
 from nbtrain.ui import eta
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -81,8 +80,7 @@ for fold in range(2):
 def shown(notebook: Notebook, cell: str) -> str:
     """Return the text of a run's page."""
     assert not notebook.run(PREPARE).ename
-    out = notebook.run(cell, timeout=120)
-    assert not out.ename, out.traceback
+    out = must_run(notebook, cell, timeout=120)
     page = re.sub(
         r"<(style|svg)[^>]*>.*?</\1>",
         " ",
@@ -93,11 +91,15 @@ def shown(notebook: Notebook, cell: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [KFOLD, RATES, TWICE, TRAINER, LIGHTNING],
-    ids=["k-fold", "rates", "twice", "Trainer", "Lightning"],
+    ("body", "is_function"),
+    [
+        (KFOLD, True),
+        (RATES, False),
+        pytest.param(TRAINER, True, marks=pytest.mark.slow),
+        pytest.param(LIGHTNING, True, marks=pytest.mark.slow),
+    ],
+    ids=["k-fold", "rates in a cell", "Trainer", "Lightning"],
 )
-@pytest.mark.parametrize("is_function", [True, False], ids=["function", "cell"])
 def test_each_fold_has_its_best_epoch(notebook: Notebook, body: str, is_function: bool) -> None:
     cell = "def train():\n    " + body.replace("\n", "\n    ") if is_function else body
     page = shown(notebook, f"%%distributed -n 1\n{cell}")
@@ -109,29 +111,25 @@ def test_each_fold_has_its_best_epoch(notebook: Notebook, body: str, is_function
     assert (training, epoch) == ([1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3])
     assert [sum(best[:3]), sum(best[3:])] == [1, 1]
     assert "↗" not in page  # each training's loss falls; the second begins above the first's end
-    if body in (KFOLD, RATES, TWICE):
+    if body in (KFOLD, RATES):
         assert "of training 2" in page
 
 
-@pytest.mark.parametrize("body", [KFOLD, TWICE], ids=["k-fold", "twice"])
-def test_trainings_that_are_over_between_two_looks_are_counted_too(
-    notebook: Notebook, body: str
-) -> None:
+def test_trainings_that_are_over_between_two_looks_are_counted_too(notebook: Notebook) -> None:
     """On a fast machine, a training of 24 steps took 12 ms: the next was stuck in epoch 1."""
     limit = "limits.REPORT_INTERVAL_S"
     notebook.run(f"from nbtrain.worker import limits\nbefore = {limit}\n{limit} = 60")
-    shown(notebook, f"%%distributed -n 1\n{body}")
+    shown(notebook, f"%%distributed -n 1\n{TWICE}")
     notebook.run(f"{limit} = before\nframe = nbtrain.last_run().epochs")
     columns = "[[int(n) for n in frame[c]] for c in ('training', 'epoch')]"
     assert notebook.value(columns) == [[1, 1, 1, 2, 2, 2], [1, 2, 3, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("name", ["step", "epoch", "global_step"])
-def test_a_count_that_is_logged_has_no_column(notebook: Notebook, name: str) -> None:
+def test_a_count_that_is_logged_has_no_column(notebook: Notebook) -> None:
     loop = "model = nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     loop += "for epoch in range(2):\n    for (x,) in DataLoader(DATA, batch_size=4):\n"
     loop += "        model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()\n"
-    more = f"    nbtrain.log(val_loss=0.5, time=3.0, {name}=epoch)"
+    more = "    nbtrain.log(val_loss=0.5, time=3.0, step=epoch)"
     page = shown(notebook, f"%%distributed -n 1\n{loop}{more}")
     head = page.partition(" epoch mean loss ")[2].partition(" 1 ")[0]
     assert head.split() == ["val_loss", "time", "(logged)", "time", "step"], page
@@ -150,16 +148,6 @@ for epoch in range(3):
         for (x,) in loader:
             model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
     nbtrain.log(accuracy=[0.1, 0.9, 0.2][epoch])
-""",
-    "rounds of epochs": """# nbtrain: ignore[migrate]
-model = nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-loader = DataLoader(DATA, batch_size=16)
-for update in range(3):
-    for epoch in range(2):
-        for (x,) in loader:
-            model(x).mean().backward(); optimizer.step(); optimizer.zero_grad()
-    nbtrain.log(accuracy=[0.1, 0.9, 0.2][update])
 """,
     "stages with optimizers of their own": """# nbtrain: ignore[migrate]
 model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -183,99 +171,29 @@ def test_one_model_that_is_trained_on_is_one_training(notebook: Notebook, name: 
     assert "training" not in notebook.value("list(nbtrain.last_run().epochs)")
 
 
-def test_a_data_set_at_the_place_of_one_that_is_gone_begins_its_epochs(notebook: Notebook) -> None:
-    cell = """%%distributed -n 1
-place = None
-for start in iter((1, 2)):
-    train, others = Subset(DATA, range(32)), []
-    while place not in (None, id(train)) and len(others) < 1000:
-        others.append(train)
-        train = Subset(DATA, range(32))
-    same, place = place == id(train), id(train)
-    fit(train, 3, start)
-    del train
-same
-"""
-    shown(notebook, cell)
-    assert notebook.value("nbtrain.last_run().value"), "no data set came to that place"
-    epochs = notebook.value("[int(n) for n in nbtrain.last_run().epochs['epoch']]")
-    assert epochs == [1, 2, 3, 1, 2, 3]
-
-
-def _once(fails: bool, passes: int = 1) -> None:
-    """Train some epochs of 8 batches; where it `fails`, in the middle of the last."""
+def _once(fails: bool) -> None:
+    """Train an epoch of 8 batches; where it `fails`, to its middle."""
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
-    for epoch in range(passes):
-        for number, (x,) in enumerate(loader):
-            if fails and (epoch, number) == (passes - 1, 4):
-                raise RuntimeError("CUDA out of memory")
-            optimizer.zero_grad()
-            model(x).mean().backward()
-            optimizer.step()
-            time.sleep(0.03)  # so that reports come in between
+    for number, (x,) in enumerate(loader):
+        if fails and number == 4:
+            raise RuntimeError("CUDA out of memory")
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        time.sleep(0.03)  # so that reports come in between
 
 
-def _breaks() -> None:
-    for attempt in range(3):
-        try:
-            _once(fails=attempt < 1, passes=2)
-            break
-        except RuntimeError:
-            pass
-
-
-def _goes_on_below() -> None:
-    for size in (64, 32, 16):
-        try:
-            _once(fails=size > 32)
-        except RuntimeError:
-            continue
-        break
-
-
-def _returns() -> int:
-    tries = 0
-    while True:
-        tries += 1
-        try:
-            _once(fails=tries < 2)
-            return tries
-        except RuntimeError:
-            pass
-
-
-@pytest.mark.parametrize(
-    ("trains", "epochs"),
-    [
-        (_breaks, [(1, 1), (1, 2), (2, 1), (2, 2)]),
-        (_goes_on_below, [(1, 1), (2, 1)]),
-        (_returns, [(1, 1), (2, 1)]),
-    ],
-)
-def test_attempts_are_no_epochs(
-    trains: Callable[[], object], epochs: list[tuple[int, int]]
-) -> None:
-    run = launch(trains)
-    assert [(row.training, row.epoch) for row in run.state.ranks[0].epochs] == epochs
-    assert eta.run_fraction(run.state) == 1.0
-
-
-@pytest.mark.parametrize(("rounds", "most"), [(1, 6), (10, 12)])
-def test_a_run_that_stops_at_its_last_step_is_done(rounds: int, most: int) -> None:
+def test_attempts_are_no_epochs() -> None:
     def train() -> None:
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer, bar = torch.optim.SGD([weight], lr=0.1), tqdm(total=most)
-        for _epoch in range(rounds):
-            for (x,) in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=1):
-                (weight * x).sum().backward()
-                optimizer.step()
-                bar.update()
-                time.sleep(0.03)
-                if bar.n == most:
-                    return
+        for attempt in range(2):
+            try:
+                _once(fails=attempt == 0)
+                return
+            except RuntimeError:
+                pass
 
     run = launch(train)
+    assert [(row.training, row.epoch) for row in run.state.ranks[0].epochs] == [(1, 1), (2, 1)]
     assert eta.run_fraction(run.state) == 1.0
-    assert "% done" not in re.sub("<[^>]*>", " ", run._repr_html_())

@@ -50,26 +50,6 @@ def test_runs_of_every_kind_leave_the_kernel_as_it_was(
     assert kernel.value("len(os.listdir('/proc/self/task')) <= native") is True
 
 
-def test_a_kernel_that_used_all_threads_gives_ranks_with_threads(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nimport torch, nbtrain\ntorch.set_num_threads(2)")
-    kernel.run("a = torch.randn(1500, 1500, requires_grad=True); (a @ a).sum().backward()")
-    out = kernel.run(
-        "%%distributed -n 2 --env OMP_NUM_THREADS=2\n"
-        "from torch.utils.data import DataLoader\n"
-        "def train(a):\n"
-        "    b = (a @ a).relu().sum(); b.backward()\n"
-        "    batches = list(DataLoader(torch.randn(64, 3), batch_size=8, num_workers=1))\n"
-        "    return torch.get_num_threads(), a.grad is not None, len(batches)\n",
-        timeout=60,
-    )
-    assert out.ename == "", out.traceback
-    assert kernel.value("nbtrain.last_run().results") == [(2, True, 8)] * 2
-    assert kernel.run("(a @ a).sum().item() is not None").ename == ""
-
-
 def test_ranks_die_with_a_killed_kernel(start_kernel: Callable[..., Notebook]) -> None:
     kernel = start_kernel()
     kernel.run("%load_ext nbtrain\nimport nbtrain, time, os")

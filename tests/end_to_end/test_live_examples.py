@@ -51,35 +51,3 @@ def test_nbdistributed(live: Notebook) -> None:
         line for line in live.run("%nbtrain vars").stdout.splitlines() if line.startswith("model")
     ).endswith("same")
     assert live.run("%nbtrain status").stdout.count("cpu") == 2
-
-
-@pytest.mark.slow
-def test_ipyparallel(live: Notebook) -> None:
-    live.run("%%distributed\na=5")
-    assert live.run("%distributed print(a)").stdout == "[ranks 0–1] 5\n"
-    assert live.run("%distributed a").stdout == "[ranks 0–1] 5\n"
-    assert live.run("%%rank 1\nprint('I am number 1')").stdout == "[rank 1] I am number 1\n"
-    plot = live.run(
-        "%%distributed\nimport matplotlib.pyplot as plt\nimport numpy as np\n"
-        "x = np.linspace(0, np.pi, 1000)\n"
-        "for n in range(rank, 4, stride):\n    print(n)\n    plt.plot(x, np.sin(n * x))\n"
-        "plt.title(f'Plot {rank}')\nplt.show()"
-    )
-    assert not plot.ename, plot.traceback
-    assert any("image/png" in shown for shown in plot.displays)
-    shown = live.run(
-        "%%distributed\nfrom IPython.display import HTML, Math, display\n"
-        "print('stdout')\ndisplay(HTML('<b>HTML</b>'))\ndisplay(Math(r'\\alpha=\\beta'))"
-    )
-    assert "<b>HTML</b>" in str(shown.displays)
-    assert "alpha" in str(shown.displays)
-    failed = live.run(
-        "%%distributed\nimport time\n"
-        "if rank == 0:  # noqa\n    raise RuntimeError('rank 0 failed!')\ntime.sleep(10)"
-    )
-    assert (failed.ename, failed.evalue) == ("RuntimeError", "rank 0 failed!")
-    invalid = live.run(
-        "%%distributed\nfrom numpy.random import random\nA = random((100, 100, 'invalid shape'))"
-    )
-    assert invalid.ename == "TypeError"
-    assert live.run("%distributed a").stdout == "[ranks 0–1] 5\n"

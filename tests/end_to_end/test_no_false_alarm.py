@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 SETUP = """
@@ -34,31 +35,6 @@ PROGRAMS = {
             optimizer.step()
             optimizer.zero_grad()
 """,
-    "an evaluation alone": """
-    accelerator = Accelerator()
-    model, loader = accelerator.prepare(MODEL, batches())
-    right = seen = 0
-    for x, y in loader:
-        with torch.no_grad(): guess = model(x) > 0
-        guess, y = accelerator.gather_for_metrics((guess, y))
-        right, seen = right + int((guess == y).sum()), seen + len(y)
-    accelerator.print(f"accuracy: {right / seen:.4f}")
-""",
-    "an inference of each rank over a part of its own": """
-    part = torch.utils.data.Subset(DATA, range(nbtrain.rank(), len(DATA), nbtrain.world_size()))
-    with torch.no_grad():
-        return [MODEL(x).mean().item() for x, _ in DataLoader(part, 8)]
-""",
-    "a backbone that is frozen, and in the optimizer": """
-    accelerator = Accelerator()
-    model = net()
-    model[0].requires_grad_(False)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for x, y in loader:
-        accelerator.backward(loss_of(model, x, y))
-        optimizer.step()
-        optimizer.zero_grad()
-""",
     "a stream that shards itself": """
     class Stream(IterableDataset):
         def __iter__(self):
@@ -70,20 +46,6 @@ PROGRAMS = {
         optimizer.zero_grad()
         loss_of(model, x, y).backward()
         optimizer.step()
-""",
-    "an average of the weights": """
-    accelerator = Accelerator()
-    model = net()
-    average = copy.deepcopy(model).requires_grad_(False)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for x, y in loader:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, x, y))
-        optimizer.step()
-        with torch.no_grad():
-            for slow, fast in zip(average.parameters(), model.parameters()):
-                slow.lerp_(fast, 0.1)
-    return average
 """,
     "losses that are infinite at first, and skipped": """
     dist.init_process_group("gloo")
@@ -97,56 +59,6 @@ PROGRAMS = {
         if bad: continue
         loss.backward()
         optimizer.step()
-""",
-    "metrics that are not a number": """
-    accelerator = Accelerator()
-    model = net()
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for step, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        accelerator.backward(loss)
-        optimizer.step()
-        nbtrain.log(step=step, loss=loss, auc=math.nan, best=math.inf)
-""",
-    "five folds, each with a model of its own": """
-    accelerator = Accelerator()
-    for _ in range(5):
-        model = net()
-        model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-        for x, y in loader:
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, x, y))
-            optimizer.step()
-        accelerator.free_memory()
-""",
-    "an evaluation on all of the data, on every rank, before the training": """
-    accelerator = Accelerator()
-    model = net()
-    plain = model
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for _ in range(2):
-        with torch.no_grad():
-            losses = [loss_of(plain, x, y).item() for x, y in batches()]
-        accelerator.print(f"validation loss {sum(losses) / len(losses):.4f}")
-        for x, y in loader:
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, x, y))
-            optimizer.step()
-""",
-    "an evaluation on the first rank alone": """
-    accelerator = Accelerator()
-    model = net()
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for x, y in loader:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, x, y))
-        optimizer.step()
-    if accelerator.is_main_process:
-        plain = accelerator.unwrap_model(model)
-        right = sum(int(((plain(x) > 0) == y).sum()) for x, y in batches())
-        accelerator.print(f"accuracy: {right / len(DATA):.4f}")
-    accelerator.wait_for_everyone()
 """,
     "a trial of its own on every rank": """
     rate = [0.1, 0.01][nbtrain.rank()]
@@ -172,27 +84,6 @@ PROGRAMS = {
         loss_of(model, x, (x.sum(1, keepdim=True) > 0).float()).backward()
         optimizer.step()
 """,
-    "one batch that is learnt by heart": """
-    accelerator = Accelerator()
-    model = net()
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    x, y = next(iter(batches()))
-    for _ in range(12):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, x, y))
-        optimizer.step()
-""",
-    "a picture that is optimized, and no model": """
-    dist.init_process_group("gloo")
-    picture = nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.Adam([picture], lr=0.05)
-    model = copy.deepcopy(MODEL).requires_grad_(False)
-    for _ in range(12):
-        optimizer.zero_grad()
-        (model(picture) - nbtrain.rank()).pow(2).sum().backward()
-        dist.all_reduce(picture.grad)
-        optimizer.step()
-""",
     "a model that is sharded": """
     from torch.distributed.fsdp import fully_shard
     dist.init_process_group("gloo")
@@ -216,16 +107,6 @@ PROGRAMS = {
             p.grad /= dist.get_world_size()
         optimizer.step()
 """,
-    "a notebook's model that is only asked, and one that is made here": """
-    accelerator = Accelerator()
-    model = nn.Linear(1, 1)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), batches())
-    for x, y in loader:
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(model, MODEL(x).detach(), y))
-        optimizer.step()
-    accelerator.print(f"took {1.25:.2f} s, loss {0.6931:.4f}, rate {0.0417:.4f}")
-""",
 }
 
 
@@ -233,8 +114,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_is_right_shows_no_note(notebook: Notebook, name: str) -> None:
     notebook.run(f"{SETUP}\nMODEL = net()")
-    out = notebook.run(f"%%distributed -n 2\ndef train():{PROGRAMS[name]}", timeout=120)
-    assert out.ename == "", out.traceback
+    out = must_run(notebook, f"%%distributed -n 2\ndef train():{PROGRAMS[name]}", timeout=120)
     assert "⚠" not in out.board
     assert "⚠" not in out.stdout + out.stderr
     state = notebook.value("(lambda s: (s.outcome, s.notes))(nbtrain.last_run().state)")

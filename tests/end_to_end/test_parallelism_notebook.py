@@ -47,33 +47,30 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Executed:
     return Executed(notebook, *found)
 
 
-def test_no_cell_fails_or_warns(executed: Executed) -> None:
+def test_all_four_compute_what_one_process_does_and_the_whole_model_comes_back(
+    executed: Executed,
+) -> None:
     outputs = [o for c in executed.notebook.cells for o in c.get("outputs", ())]
     assert [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"] == []
-
-
-def test_all_four_compute_what_one_process_does(executed: Executed) -> None:
-    assert tuple(executed.losses) == WAYS
+    assert tuple(executed.losses) == tuple(executed.apart) == WAYS
     assert len(set(executed.reference)) == len(executed.reference) == 4
     for losses in executed.losses.values():
         assert losses == pytest.approx(executed.reference, abs=1e-4)
-
-
-def test_from_all_four_the_whole_model_comes_home(executed: Executed) -> None:
-    assert tuple(executed.apart) == WAYS
     # A step of AdamW's is 1e-5: a layer that stayed behind would be off by some of them.
     assert max(executed.apart.values()) < 1e-5
 
 
-@pytest.mark.parametrize("part", ["weights", "gradients", "optimizer states"])
-def test_of_what_a_parameter_takes_all_but_ddp_keep_half(executed: Executed, part: str) -> None:
-    assert executed.share("DDP", part) == [1, 1]
-    assert executed.share("FSDP2", part) == pytest.approx([0.5, 0.5], abs=1e-3)
-    rank, other = executed.share("TP", part)  # norms and the ends of the model are in both
-    assert 0.5 < rank == other < 0.51
-    first, last = executed.share("PP", part)
-    assert first + last == 1
-    assert first == pytest.approx(0.5, abs=0.01)
+def test_all_but_ddp_keep_half_of_what_parameters_take(executed: Executed) -> None:
+    (whole,) = executed.memory["one process"]
+    assert whole["weights"] == whole["gradients"] == whole["optimizer states"] / 2 > 80e6
+    for part in ("weights", "gradients", "optimizer states"):
+        assert executed.share("DDP", part) == [1, 1]
+        assert executed.share("FSDP2", part) == pytest.approx([0.5, 0.5], abs=1e-3)
+        rank, other = executed.share("TP", part)  # norms and the ends of the model are in both
+        assert 0.5 < rank == other < 0.51
+        first, last = executed.share("PP", part)
+        assert first + last == 1
+        assert first == pytest.approx(0.5, abs=0.01)
 
 
 def test_activations_are_those_of_the_part_that_a_rank_computes(executed: Executed) -> None:
@@ -83,11 +80,6 @@ def test_activations_are_those_of_the_part_that_a_rank_computes(executed: Execut
     assert 0.5 < rank == other < 0.75
     # Half of the layers; of four microbatches two are kept in the first rank, one in the last.
     assert executed.share("PP", "activations") == pytest.approx([1 / 4, 1 / 8], abs=0.01)
-
-
-def test_adamw_keeps_sixteen_bytes_for_each_parameter(executed: Executed) -> None:
-    (whole,) = executed.memory["one process"]
-    assert whole["weights"] == whole["gradients"] == whole["optimizer states"] / 2 > 80e6
 
 
 def test_the_table_and_the_chart_show_what_was_counted(executed: Executed) -> None:

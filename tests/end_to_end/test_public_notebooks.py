@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nbtrain.system.text import format_number
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 
 FOLDER = Path(__file__).parent / "public_notebooks"
@@ -122,12 +123,10 @@ def test_a_notebook_runs_to_its_end_and_the_board_has_its_own_figures(
     percents = iter(NOTEBOOKS[name].percent)
     results = ""
     for cell in cells:
-        out = kernel.run(cell, timeout=120)
-        assert out.ename == "", out.traceback
+        out = must_run(kernel, cell, timeout=120)
         results += "".join(re.findall(r"^result .*\n", out.stdout, re.M))
         if is_launch(cell):
-            probed = kernel.run(PROBE)
-            assert probed.ename == "", probed.traceback
+            probed = must_run(kernel, PROBE)
             found: dict[str, Any] = eval(probed.stdout.rpartition("\x02")[2])
             check(board_of(out), found, next(percents), NOTEBOOKS[name].note)
     assert results
@@ -145,8 +144,7 @@ def test_its_results_are_those_of_accelerates_launcher(
         kernel = start_kernel(environment=environment)
         kernel.run("import torch._dynamo")  # or each of Accelerate's ranks imports it
         for cell in cells_of(name, launcher):
-            out = kernel.run(cell, timeout=200)
-            assert out.ename == "", out.traceback
+            out = must_run(kernel, cell, timeout=200)
             results[launcher] = "".join(re.findall(r"^result .*\n", out.stdout, re.M))
             if results[launcher]:  # a second launch is more than Accelerate promises
                 break

@@ -82,10 +82,8 @@ def test_every_notebook_is_known_and_in_the_contents() -> None:
         assert [n for n in names if f"{folder.name}/{n}" not in contents] == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "trainer" else pytest.mark.slow) for name in RECIPES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_it_runs_and_counts_what_the_library_counted(name: str, tmp_path: Any) -> None:
     recipe = RECIPES[name]
     for package in recipe.needs:

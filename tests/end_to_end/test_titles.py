@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from html import unescape
 
-import pytest
-
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 LINE = "scale = 2"
@@ -20,8 +19,7 @@ def words(html: str) -> str:
 
 def titles(notebook: Notebook, cell: str) -> tuple[str, str, str, str]:
     """Run a cell; return its board, its text form, its card, and its row in the catalog."""
-    out = notebook.run(cell)
-    assert not out.ename, out.traceback
+    out = must_run(notebook, cell)
     board = words((out.updates or out.displays)[-1]["text/html"])
     card = words(notebook.value("nbtrain.last_run().card().svg"))
     listing = notebook.run("%nbtrain runs").stdout
@@ -30,12 +28,9 @@ def titles(notebook: Notebook, cell: str) -> tuple[str, str, str, str]:
     return board, out.board, card, row
 
 
-@pytest.mark.parametrize("options", ["", " -e spawn"])
-def test_a_cell_without_a_function_is_called_by_its_number(
-    notebook: Notebook, options: str
-) -> None:
+def test_a_cell_without_a_function_is_called_by_its_number(notebook: Notebook) -> None:
     before = notebook.value("len(In)")
-    board, text, card, row = titles(notebook, f"%%distributed -n 2{options}\n{CELL}")
+    board, text, card, row = titles(notebook, f"%%distributed -n 2\n{CELL}")
     name = f"cell [{before}]"
     assert re.search(rf"✓ {re.escape(name)} #\d+ {LINE} succeeded 2 ranks", board)
     assert f"✓ {name} {LINE}: succeeded" in text
@@ -54,29 +49,12 @@ def test_in_live_ranks_too(notebook: Notebook) -> None:
         notebook.run("%nbtrain stop")
 
 
-@pytest.mark.parametrize(
-    "line", ["%run {}", "%run -i {} --epochs 3", "import os\n%run -i folder/../{}"]
-)
-def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook, line: str) -> None:
+def test_a_script_that_a_cell_runs_is_called_by_its_file(notebook: Notebook) -> None:
     notebook.run("os.makedirs('folder', exist_ok=True); open('train.py', 'w').write('x = 1')")
-    board, text, card, row = titles(notebook, f"%%distributed -n 2\n{line.format('train.py')}")
+    cell = "%%distributed -n 2\nimport os\n%run -i folder/../train.py"
+    board, text, card, row = titles(notebook, cell)
     for shown in (board, card):
         assert re.search(r"✓ train\.py #\d+ succeeded 2 ranks", shown)
     assert "✓ train.py: succeeded" in text
     assert re.search(r"  train\.py +succeeded", row)
     assert "cell [" not in board + text + card + row
-
-
-@pytest.mark.parametrize("cell", [f"%%distributed -n 1 --name mine\n{CELL}", "%distributed 1 + 1"])
-def test_a_name_that_is_given_stays(notebook: Notebook, cell: str) -> None:
-    board, text, *_ = titles(notebook, cell)
-    assert ("cell [" in board + text) == ("mine" not in cell)
-    assert "mine" in board or "1 + 1" in board
-
-
-def test_a_cell_that_runs_again_is_compared_with_its_last_run(notebook: Notebook) -> None:
-    cell = "%%distributed -n 1\nfor n in range(20): nbtrain.log(loss=1 / (1 + n), step=n)"
-    notebook.run(cell)
-    number = notebook.value("nbtrain.last_run().state.number")
-    out = notebook.run(cell)
-    assert f"about as #{number}" in words((out.updates or out.displays)[-1]["text/html"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,9 @@ import pytest
 
 import nbtrain
 from nbtrain.engines import rendezvous
-from nbtrain.engines.process import fork_server
-from nbtrain.errors import LaunchError, NbtrainError, RankDied
+from nbtrain.errors import NbtrainError, RankDied
 from nbtrain.lifecycle import launcher
 from nbtrain.planning.plan import Call, Plan
-from tests.support.kernel import Notebook
 from tests.support.ports import free_port
 from tests.support.strangers import HALF_A_MESSAGE, Strangers
 from tests.support.waiting import is_gone, wait_until
@@ -65,12 +62,11 @@ def _sum(value: float = 1.0) -> float:
 
 @linux
 @pytest.mark.timeout(25)  # torch's store waits 30 s for the rest of a message
-@pytest.mark.parametrize("engine", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_who_sends_half_a_message_holds_nobody(
-    engine: str, port: int, strangers: Callable[..., Strangers]
+    port: int, strangers: Callable[..., Strangers]
 ) -> None:
     others = strangers(port, HALF_A_MESSAGE)
-    plan = Plan(Call(_sum), "sum", num_processes=2, port=port, engine=engine, view="none")
+    plan = Plan(Call(_sum), "sum", num_processes=2, port=port, engine="fork", view="none")
     run = launcher.run_plan(plan)
     assert run.results == [2.0, 2.0]
     assert others.connections
@@ -118,102 +114,16 @@ def test_the_process_of_the_store_ends_with_the_run_and_holds_no_port(port: int)
 
 
 @linux
-def test_a_store_that_is_forked_from_a_server_needs_the_server_no_more(port: int) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    server = fork_server.ForkServer(os.environ, ["torch.distributed"], facts=None)
-    try:
-        wait_until(lambda: not server.is_importing(), 60)
-        store = rendezvous.StoreProcess(rendezvous.bind(port), server)
-        assert psutil.Process(store.pid).ppid() == os.getpid()
-        TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("a", "b")
-        server.close()
-        client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        assert client.get("a") == b"b"
-        assert not store.trouble()
-        psutil.Process(store.pid).kill()
-        wait_until(lambda: store.trouble().endswith("has ended: it was killed"))
-        store.close()
-        rendezvous.bind(port).close()
-        with pytest.raises(fork_server.ServerError):
-            rendezvous.StoreProcess(rendezvous.bind(port), server)
-        rendezvous.bind(port).close()
-    finally:
-        server.close()
-
-
-@linux
-def test_the_process_of_the_store_ends_with_a_kernel_that_is_killed() -> None:
-    script = (
-        "import os, time, nbtrain\n"
-        "from nbtrain.engines import rendezvous\n"
-        "store = rendezvous.StoreProcess(rendezvous.bind(None))\n"
-        "print(store.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    kernel = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert kernel.stdout is not None
-    pid = int(kernel.stdout.readline())
-    assert not is_gone(pid)
-    kernel.kill()
-    kernel.communicate()
-    wait_until(lambda: is_gone(pid))
-
-
-@linux
-def test_a_store_that_cannot_be_forked_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_child: object) -> int:
-        raise OSError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(rendezvous, "fork_process", refuse)
-    listener = rendezvous.bind(None)
-    port = listener.getsockname()[1]
-    with pytest.raises(LaunchError, match="no process could be forked to serve"):
-        rendezvous.StoreProcess(listener)
-    rendezvous.bind(port).close()
-
-
-@linux
-@pytest.mark.timeout(25)
-def test_an_interrupt_is_heard_while_strangers_hold_their_connections(
-    port: int,
-    start_kernel: Callable[..., Notebook],
-    strangers: Callable[..., Strangers],
-) -> None:
-    kernel = start_kernel()
-    kernel.run("%load_ext nbtrain\nimport nbtrain, time")
-    strangers(port, HALF_A_MESSAGE)
-    cell = (
-        "def train():\n"
-        "    import torch\n"
-        "    torch.distributed.init_process_group('gloo')\n"
-        "    print('met', flush=True)\n"
-        "    time.sleep(60)\n"
-        f"nbtrain.notebook_launcher(train, (), 2, use_port={port})\n"
-    )
-    pressed: list[float] = []
-
-    def press(out: object) -> None:
-        if "met" in str(out) and not pressed:
-            pressed.append(time.monotonic())
-            kernel.manager.interrupt_kernel()
-
-    assert kernel.run(cell, during=press).ename == "KeyboardInterrupt"
-    assert pressed
-
-
-@linux
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("engine", ["fork", "spawn"])
 def test_a_store_that_cannot_be_served_ends_the_run_and_is_named(
-    engine: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_listener: object) -> None:
         raise RuntimeError("no such backend")
 
     monkeypatch.setattr(rendezvous, "serve", refuse)
     with pytest.raises(RankDied, match="the store in which the ranks meet has ended: no such"):
-        nbtrain.launch(_sum, num_processes=2, engine=engine, view="none")
+        nbtrain.launch(_sum, num_processes=2, view="none")
 
 
 @linux

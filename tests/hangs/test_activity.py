@@ -95,22 +95,3 @@ def test_a_compiler_that_was_started_for_a_moment_has_worked(here: RunState) -> 
     assert not activity.have_worked(here.ranks, 109.0, 10.0)  # not yet looked at again
     assert activity.have_worked(here.ranks, 110.0, 10.0)
     assert not activity.have_worked(here.ranks, 120.0, 10.0)
-
-
-def test_a_compiler_on_another_host_has_worked_where_it_was_measured_there() -> None:
-    ranks = (RankState(0, "running", pid=os.getpid(), node="node1"),)
-    activity = Activity()
-    assert not activity.have_worked(ranks, 100.0, 10.0)
-    compiles_for(0.6)  # this process, which has the same number
-    assert not activity.have_worked(ranks, 110.0, 10.0)
-    activity.observe(ev.Resources(0.0, 0, cpu=0.5), 115.0)
-    assert activity.have_worked(ranks, 120.0, 10.0)
-
-
-def test_a_rank_that_is_gone_is_not() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        child.wait()
-    state = RunState("t", "fork", (RankState(0, "running", pid=child.pid),), 0.0)
-    activity = Activity()
-    for seconds in range(0, 100, 10):
-        assert not look(activity, state, 100.0 + seconds)

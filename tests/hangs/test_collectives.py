@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from nbtrain.hangs import collectives
-from nbtrain.hangs.collectives import DEFAULT_GROUP, NCCL_SUFFIX, Collective
+from nbtrain.hangs.collectives import DEFAULT_GROUP, NCCL_SUFFIX
 
 
 def entry(number: int, name: str = "gloo:all_reduce", **other: Any) -> dict[str, Any]:
@@ -84,18 +82,6 @@ def test_what_is_no_dump_is_none_and_one_before_any_collective_is_empty() -> Non
     assert told == collectives.FlightRecord()
 
 
-def test_parts_of_one_collective_are_alike() -> None:
-    one = Collective(DEFAULT_GROUP, 3, "all_reduce", (4,))
-    assert one.matches(Collective(DEFAULT_GROUP, 3, "all_reduce", (4,)))
-    assert one.matches(Collective(DEFAULT_GROUP, 3, "all_reduce", None))
-    assert not one.matches(Collective(DEFAULT_GROUP, 3, "all_reduce", (5,)))
-    assert not one.matches(Collective(DEFAULT_GROUP, 3, "broadcast", (4,)))
-    scatter = Collective(DEFAULT_GROUP, 3, "scatter", (4,))
-    assert scatter.matches(
-        Collective(DEFAULT_GROUP, 3, "scatter", (8,))
-    )  # only one rank has what is sent
-
-
 def test_a_socket_that_nobody_answers_at_is_given_up(tmp_path: Path) -> None:
     assert collectives.read_recorder(tmp_path / "none", 0.05) is None
     path = tmp_path / "deaf"
@@ -103,33 +89,3 @@ def test_a_socket_that_nobody_answers_at_is_given_up(tmp_path: Path) -> None:
         deaf.bind(str(path))
         deaf.listen()
         assert collectives.read_recorder(path, 0.05) is None
-
-
-def test_a_socket_may_lie_deeper_than_its_name_has_room_for(tmp_path: Path) -> None:
-    import os
-
-    folder = tmp_path / ("deep" * 30)
-    folder.mkdir()
-    later = entry(5, time_created_ns=time.time_ns() + 10**9)  # `entry` alone is older than it
-    body = json.dumps({"entries": [entry(4), later], "version": "2.10"}).encode()
-
-    def answer(server: socket.socket) -> None:
-        for status, told in (("200 OK", body), ("404 Not Found", b"")):  # a torch without NCCL
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                head = f"HTTP/1.1 {status}\r\nContent-Length: {len(told)}\r\n\r\n".encode()
-                connection.sendall(head + told)
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"/proc/self/fd/{descriptor}/recorder")
-        server.listen()
-        thread = threading.Thread(target=answer, args=(server,))
-        thread.start()
-        told = collectives.read_recorder(folder / "recorder", 5)
-        thread.join()
-    os.close(descriptor)
-    assert told is not None
-    assert told.last_number(DEFAULT_GROUP) == 5
-    assert [len(ones) for ones in told.by_group.values()] == [1]

@@ -4,14 +4,8 @@ not.
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import sys
-import time
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +13,9 @@ import torch.distributed as dist
 
 import nbtrain
 from nbtrain.errors import RunTimeout
-from nbtrain.hangs import limits, stacks
-from tests.support.hangs import launched, verdicts
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
-from tests.support.waiting import wait_until
 
 
 def waits_in_a_circle() -> None:
@@ -67,25 +59,18 @@ def hasty(notebook: Notebook) -> Iterator[Notebook]:
     notebook.run(f"{TIMES} = usual")
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "dist.barrier() if rank else dist.all_reduce(x)",
-        "dist.broadcast(x, 0) if rank else dist.all_gather([x, x, x], x)",
-    ],
-)
-def test_ranks_that_can_never_continue_end_and_say_where_they_were(
-    hasty: Notebook, call: str
-) -> None:
-    out = hasty.run(_TALKING.format(options="--timeout 60", call=call))
+_MISMATCH = "dist.barrier() if rank else dist.all_reduce(x)"
+
+
+def test_ranks_that_can_never_continue_end_and_say_where_they_were(hasty: Notebook) -> None:
+    out = hasty.run(_TALKING.format(options="--timeout 60", call=_MISMATCH))
     assert out.ename == "RunTimeout", out.traceback
     assert "was stopped because of a deadlock" in out.evalue
     assert "these do not match, so no rank can continue" in out.evalue
 
 
 def test_who_wants_to_look_at_a_deadlock_keeps_it(hasty: Notebook) -> None:
-    call = "dist.barrier() if rank else dist.all_reduce(x)"
-    out = hasty.run(_TALKING.format(options="--timeout 6 --on-hang report", call=call))
+    out = hasty.run(_TALKING.format(options="--timeout 6 --on-hang report", call=_MISMATCH))
     assert "took longer than its timeout" in out.evalue
     assert "these do not match, so no rank can continue" in out.evalue
 
@@ -104,74 +89,8 @@ _NO_DEADLOCK = {
 @pytest.mark.parametrize("case", _NO_DEADLOCK)
 def test_what_goes_on_or_ends_by_itself_is_no_deadlock(hasty: Notebook, case: str) -> None:
     hasty.run("import datetime")
-    out = hasty.run(_TALKING.format(options="--timeout 60", call=_NO_DEADLOCK[case]))
-    assert not out.ename, out.evalue
+    out = must_run(hasty, _TALKING.format(options="--timeout 60", call=_NO_DEADLOCK[case]))
     assert "✓" in out.board
-
-
-_TWO_ROUNDS = """%%distributed -n 2 --timeout 60
-import torch.distributed as dist
-def train():
-    rank, x = nbtrain.rank(), torch.ones(3)
-    for port in ports:
-        # At addresses of their own: torch takes the old ones, if they are still in the store.
-        dist.init_process_group('gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
-        if port == ports[0]: dist.all_reduce(x)
-        elif rank == 0: time.sleep(6); dist.barrier()
-        else: dist.barrier()
-        dist.destroy_process_group()
-"""
-
-
-def test_the_collectives_of_a_group_that_was_left_are_no_deadlock(hasty: Notebook) -> None:
-    with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
-        hasty.run(f"ports = {[each.getsockname()[1] for each in (first, second)]}")
-    out = hasty.run(_TWO_ROUNDS)
-    assert not out.ename, out.evalue
-
-
-def works_for_long(gate: str, seconds: float) -> None:
-    """Rank 0 computes, as an evaluation does, while the others wait at a barrier."""
-    dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(2))
-    until = time.monotonic() + seconds
-    while nbtrain.rank() == 0 and time.monotonic() < until:
-        if gate == "computes":
-            torch.ones(50, 50) @ torch.ones(50, 50)
-        else:
-            with open("/dev/null", "wb") as file:
-                file.write(bytes(1 << 20))
-            time.sleep(0.2)
-    dist.barrier()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param("computes", marks=pytest.mark.slow), "writes"])
-def test_a_rank_that_works_while_others_wait_is_no_deadlock(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "DEADLOCK_CHECK_AFTER_S", 0.5)
-    monkeypatch.setattr(limits, "IDLE_NOTE_AFTER_S", 3.0)
-    run = launch(works_for_long, how, 6.0, n=2, hang_after=3000, on_hang="stop")
-    assert verdicts(run) == []
-
-
-def joins_nobody(port: int) -> None:
-    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE="3", RANK="1")
-    print("begins", flush=True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only /proc shows in what a thread sleeps")
-def test_a_rank_that_waits_for_the_others_shows_no_backtrace_when_it_is_asked() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with launched(joins_nobody, port) as run:
-        wait_until(lambda: "begins" in run.logs(0) and run.state.ranks[0].pid is not None)
-        shown = Path(f"/proc/{run.state.ranks[0].pid}/syscall")
-        wait_until(lambda: stacks._SLEEPS_IN_CPP.match(shown.read_text()) is not None)
-        assert "init_process_group" in str(run.stacks())
-        assert "Exception raised from" not in run.logs(0)
 
 
 @pytest.mark.slow
@@ -211,7 +130,6 @@ def train():
     ("holds", "place"),
     [
         ("atexit.register(say_goodbye)", ": In[{}], line 4: time.sleep(600)"),
-        ("threading.Thread(target=say_goodbye).start()", ": In[{}], line 4: time.sleep(600)"),
         ("threading.Thread(target=time.sleep, args=(600,)).start()", ""),
     ],
 )

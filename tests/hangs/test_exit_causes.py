@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,44 +11,6 @@ from nbtrain.system import host
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.tracking.state import RankState
-from tests.tools.faults import Unavailable, memory_cgroup
-
-LIMIT = 700 << 20
-
-
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """A real cgroup with a memory limit, where this system lets us make one (root, v1 or v2)."""
-    try:
-        with memory_cgroup(LIMIT) as folder:
-            yield folder
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-
-
-KILLED = """
-import os, signal, time
-import nbtrain
-
-def train():
-    if nbtrain.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-try:
-    nbtrain.launch(train, num_processes=2, view="text")
-except nbtrain.RankDied as error:
-    print("DIED", error.rank, error, error.__notes__)
-"""
-
-
-def test_a_rank_that_somebody_killed_in_a_container_did_not_run_out_of_memory(group: Path) -> None:
-    enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-    command = [sys.executable, "-c", enter + KILLED]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
-    assert "DIED 1" in output
-    assert "ran out of memory" not in output
-    assert "was killed by SIGKILL, but not because memory ran out" in output
 
 
 def test_each_kill_that_the_system_counts_explains_one_rank(

@@ -26,9 +26,7 @@ def over(*events: ev.Event) -> RunState:
     [
         (errno.EFBIG, "Raise the limit on the size of a file (ulimit -f)"),
         (errno.ENOSPC, "Free space there, or set NBTRAIN_HOME"),
-        (errno.EDQUOT, "Free space there, or set NBTRAIN_HOME"),
         (errno.EROFS, "Set NBTRAIN_HOME to a folder that can be written"),
-        (errno.EIO, "Free space there, or set NBTRAIN_HOME"),
     ],
 )
 def test_why_it_could_not_be_saved_decides_what_to_do(number: int, remedy: str) -> None:

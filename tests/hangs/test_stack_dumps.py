@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import nbtrain
-from nbtrain.hangs import collectives, limits, stack_dumps, stacks
+from nbtrain.hangs import collectives, stack_dumps, stacks
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
-from tests.tools.faults import Unavailable, entering, pids_cgroup
 
 
 def test_the_parts_of_torch_that_are_used_are_there() -> None:
@@ -36,22 +31,6 @@ def test_the_parts_of_torch_that_are_used_are_there() -> None:
         "store",
         "group_name",
     ]
-
-
-def test_no_server_is_started_where_torch_is_too_old_for_what_follows() -> None:
-    """Its destructor waited for ever, with torch 2.4 and 2.6, when that failed."""
-
-    def train() -> list[object]:
-        import torch.distributed as dist
-        from torch._C import _distributed_c10d as parts
-
-        started = list[object]()
-        vars(parts).pop("_dump_fr_trace_json", None)
-        parts._WorkerServer = lambda *arguments: started.append(arguments)
-        dist.init_process_group("gloo")
-        return started
-
-    assert launch(train).value == []
 
 
 def test_a_rank_is_served_from_its_first_process_group_on() -> None:
@@ -115,149 +94,3 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
             assert "_write_stacks" not in str(told)
     finally:
         run.stop()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="there is one signal alone")
-def test_answers_to_both_signals_are_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "REPLY_TIMEOUT_S", 0.0)
-
-    def train() -> None:
-        while not nbtrain.should_stop():
-            time.sleep(0.01)
-
-    run = launch(train, background=True)
-    try:
-        wait_until(lambda: not run.stacks()[0].trouble, 30)
-        pid = run.stacks()[0].pid
-        assert pid is not None
-        numbers = stack_dumps.signal_number(), stack_dumps.python_signal_number()
-        status = Path(f"/proc/{pid}/status")
-
-        def go_on() -> None:
-            wait_until(lambda: all(stacks._is_in_mask("ShdPnd", status, n) for n in numbers))
-            os.kill(pid, signal.SIGCONT)
-
-        os.kill(pid, signal.SIGSTOP)
-        thread = threading.Thread(target=go_on)
-        thread.start()
-        (told,) = stacks.read_stacks(RunFolder(run.folder), [0], 20)
-        thread.join()
-        assert told.frames
-        assert told.threads == ()
-    finally:
-        run.stop()
-
-
-def test_a_process_that_a_rank_forks_starts_no_server_and_takes_no_file() -> None:
-    def train() -> int:
-        import torch.distributed as dist
-
-        folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
-        pid = os.fork()
-        if not pid:
-            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-            os._exit(7 if folder.recorder(0).exists() else 0)
-        _, status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-    assert launch(train).results == [0]
-
-
-def test_a_folder_that_cannot_be_written_costs_no_training(tmp_path: Path) -> None:
-    missing = RunFolder(tmp_path / "missing")
-
-    def train() -> bool:
-        stack_dumps._registered = None
-        stack_dumps.register_for_stacks(missing, 0)
-        return missing.stacks(0).exists()
-
-    assert launch(train).results == [False]
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="only root can become another user"
-)
-@pytest.mark.parametrize(("limit", "has_room"), [(18, False), (4096, True)])
-def test_no_recorder_is_started_that_the_limit_of_threads_would_end(
-    limit: int, has_room: bool
-) -> None:
-    """torch ends the process (SIGABRT) where the server gets some of its threads only."""
-    code = (
-        "import os, resource; from nbtrain.hangs import stack_dumps; "
-        f"resource.setrlimit(resource.RLIMIT_NPROC, ({limit}, {limit})); os.setuid(54321); "
-        "print(stack_dumps._exceeded_quota(2) is None)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.stdout.strip() == str(has_room), run.stderr
-
-
-CRAMPED = """
-import json, nbtrain, os, pathlib, sys, time
-group = pathlib.Path(sys.argv[1])
-limit = group / "pids.max"
-at_first = limit.read_text()
-
-def train():
-    import torch, torch.distributed as dist
-    if os.environ["RANK"] == "0":  # one limit, since the note has its figure
-        limit.write_text(str(int((group / "pids.current").read_text()) + 14))
-    while limit.read_text() == at_first:
-        time.sleep(0.01)
-    dist.init_process_group("gloo")
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
-    return ones.item()
-
-run = nbtrain.launch(train, num_processes=2, view="none")
-again = nbtrain.Run.open(run.folder)
-print(json.dumps([run.state.outcome, run.results, run.state.notes, again.state.notes]))
-"""
-
-
-def test_a_container_without_room_for_the_recorder_is_reported_once() -> None:
-    try:
-        with pids_cgroup(500) as group:
-            command = [sys.executable, "-c", f"import os; {entering(group)}\n{CRAMPED}", str(group)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    assert done.returncode == 0, done.stderr
-    outcome, results, notes, reopened = json.loads(done.stdout)
-    assert (outcome, results) == ("succeeded", [2.0, 2.0])
-    assert reopened == notes
-    told = "leaves too few threads for PyTorch's flight recorder, so it is off"
-    (note,) = [note for note in notes if told in note]
-    assert "To have both, raise this container's pids.max" in note
-
-
-def test_room_is_needed_for_the_ranks_of_this_host_alone() -> None:
-    """Ranks of other hosts start no thread here: with many of them, no recorder was started."""
-
-    def train() -> bool:
-        import torch.distributed as dist
-
-        asked: list[int] = []
-        stack_dumps._start_recorder = lambda _path, ranks, _writer: asked.append(ranks)
-        store = dist.HashStore()
-        with contextlib.suppress(Exception):  # a group of five, of which one is here
-            dist.distributed_c10d._new_process_group_helper(
-                5, 0, [0, 1, 2, 3, 4], "fake", store, "g"
-            )
-        return asked == [1]
-
-    assert launch(train, n=1).value
-
-
-def test_registering_writes_one_line_into_the_folder_and_no_word_at_a_time(tmp_path: Path) -> None:
-    """faulthandler writes each word by itself: on a slow disk, a rank took seconds to begin."""
-    folder = RunFolder(tmp_path)
-    code = f"""
-import pathlib
-from nbtrain.hangs import stack_dumps
-stack_dumps._register(pathlib.Path({str(folder.stacks(0))!r}))
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    lines = folder.stacks(0).read_text().splitlines()
-    assert len(lines) == 1
-    head = json.loads(lines[0])
-    assert head["last"].startswith('  File "<string>", line 4 in <module>')

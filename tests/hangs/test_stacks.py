@@ -7,15 +7,13 @@ import os
 import platform
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 import nbtrain
-from nbtrain.hangs import limits, stack_dumps, stacks
+from nbtrain.hangs import stack_dumps, stacks
 from nbtrain.hangs.stacks import RankStack, StackFrame, Stacks
 from nbtrain.lifecycle.run import Run
 from nbtrain.system.processes import process_identity
@@ -166,27 +164,3 @@ def test_an_answer_is_whole_however_deep_the_stack_is(depth: int, run_root: Path
     frames = run.value[0].frames
     assert frames[0].function == "_send_signal"
     assert [f.function for f in frames].count("ask") >= min(depth, 90)
-
-
-def test_a_rank_on_another_host_has_the_time_that_its_answer_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "REPLY_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(limits, "REMOTE_REPLY_TIMEOUT_S", 30.0)
-    folder = _folder(tmp_path)
-    folder.questions.mkdir()
-    last = '  File "a.py", line 3 in <module>'
-    folder.stacks(0).write_text(_head(psutil.Process(), last=last))
-
-    def answer() -> None:
-        while not list(folder.questions.glob("*.json")):
-            time.sleep(0.01)
-        time.sleep(0.05)
-        with folder.stacks(0).open("a") as file:
-            file.write(f"Current thread 0x1 (most recent call first):\n{last}\n")
-
-    answering = threading.Thread(target=answer)
-    answering.start()
-    (told,) = stacks.read_stacks(folder, [0])
-    answering.join()
-    assert told.place.startswith("a.py, line 3")

@@ -17,16 +17,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
-from nbtrain.hangs import explain
-from nbtrain.hangs.watchdog import HangWatchdog
 from nbtrain.lifecycle import stop_policy
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import EventWriter, read_events
-from nbtrain.tracking.reducers import fold
-from nbtrain.tracking.replay import initial_state
 from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.tracking.state import RunState
 from tests.support.hangs import AFTER, first_verdict, launched, verdicts
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
@@ -91,7 +86,6 @@ def never_joins_a_subgroup() -> None:
     ("function", "mark", "what", "engine"),
     [
         (sleeps, "sleeps", "all_reduce #2", "fork"),
-        pytest.param(sleeps, "sleeps", "all_reduce #2", "spawn", marks=pytest.mark.slow),
         (spins, "spins", "barrier #1", "fork"),
         (keeps_the_gil, "keeps the GIL", "all_gather #1", "fork"),
         (never_makes_the_group, "makes no group", "init_process_group", "fork"),
@@ -123,20 +117,6 @@ def test_the_rank_that_hangs_is_named_with_its_line(
     assert not [p for p in run.folder.iterdir() if p.is_socket()]
 
 
-def mismatches() -> None:
-    dist.init_process_group("gloo")
-    x = torch.ones(4)
-    if nbtrain.rank() == 0:
-        dist.all_reduce(x)  # reduces
-    else:
-        dist.broadcast(x, 0)  # broadcasts
-
-
-def reduces_here() -> None:
-    dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(1))
-
-
 def locks() -> None:
     lock = threading.Lock()
     lock.acquire()
@@ -161,17 +141,10 @@ def loads() -> None:
     ("function", "size", "texts", "stuck", "waiting"),
     [
         (never_joins_a_subgroup, 3, ["; rank 0 waits in", "{joins no subgroup}"], [1], [0]),
-        (
-            mismatches,
-            2,
-            ["rank 0 is in all_reduce #1 of [4] ({reduces})", "#1 of [4] ({broadcasts})"],
-            [],
-            [0, 1],
-        ),
         (locks, 2, ["no sign of progress: ", "at {locks}"], [], []),
         (loads, 2, ["at {loads}", "; a DataLoader worker is at {never answers}"], [], []),
     ],
-    ids=["a subgroup", "a mismatch", "a lock", "a loader"],
+    ids=["a subgroup", "a lock", "a loader"],
 )
 def test_others_that_hang_are_reported_with_their_lines(
     function: Callable[[], None], size: int, texts: list[str], stuck: list[int], waiting: list[int]
@@ -184,16 +157,6 @@ def test_others_that_hang_are_reported_with_their_lines(
     for text in texts:
         assert placed(text) in found.text
     assert (list(found.stuck), list(found.waiting)) == (stuck, waiting)
-
-
-def test_what_the_kernel_itself_reduced_before_is_not_the_ranks() -> None:
-    """A forked rank inherits torch's record of it, under the same number."""
-    nbtrain.launch(reduces_here, engine="inline", view="none")
-    with launched(spins) as run:
-        found = first_verdict(run, saying="for it")
-    lines = line_of("spins"), line_of("spins") + 1
-    assert any(f"rank 1 is at {HERE}, line {line}" in found.text for line in lines)
-    assert "; rank 0 waits in barrier #1 for it" in found.text
 
 
 def resumes(gate: Path) -> None:
@@ -243,32 +206,6 @@ def test_compiling_is_no_hang_and_nor_is_waiting_for_it_but_a_compiler_at_rest_i
         assert run.state.ranks[0].phase == "compiling"
 
 
-COMPILES = """%%distributed -n 2 --view html --hang-after 2 --on-hang stop
-import threading
-def compiler(graph, inputs):
-    until = time.process_time() + 4
-    while LIMIT:
-        pass
-    return graph
-def train():
-    return int(torch.compile(lambda x: x.sum() + 1, backend=compiler)(torch.ones(3)))
-"""
-
-
-def test_a_compiler_that_waits_for_ever_is_a_hang_and_one_that_computes_for_long_is_none(
-    notebook: Notebook,
-) -> None:
-    out = notebook.run(COMPILES.replace("LIMIT", "not threading.Event().wait()"))
-    assert out.ename == "RunTimeout"
-    assert "was stopped because of a hang" in out.evalue
-    assert re.search(r"ranks 0–1 are at In\[\d+\], line 5: while not threading", out.evalue)
-    assert any("compiling" in update["text/plain"] for update in out.updates)
-    out = notebook.run(COMPILES.replace("LIMIT", "time.process_time() < until"))
-    assert out.ename == ""
-    assert notebook.value("nbtrain.last_run().results") == [4, 4]
-    assert "no sign of progress" not in str(out.updates)
-
-
 def test_it_can_be_switched_off() -> None:
     with launched(locks, hang_after=None) as run:
         wait_until(lambda: all(r.status == "running" for r in run.state.ranks))
@@ -313,73 +250,3 @@ def test_the_board_of_a_notebook_shows_the_cells_line(notebook: Notebook) -> Non
 
 
 # Without processes
-
-
-def _state(size: int) -> RunState:
-    manifest = {"name": "x", "engine": "fork", "num_processes": size, "created": 0.0}
-    state = initial_state({**manifest, "mixed_precision": "no", "device": "cpu"})
-    return fold(state, [ev.Started(0.0, r) for r in range(size)])
-
-
-@pytest.mark.parametrize(
-    "last",
-    [ev.TrainingUpdate(0.0, 0, steps=2), ev.TrainingUpdate(0.0, 0, steps=3, rests=True)],
-    ids=["the same counts", "the last counts"],
-)
-def test_training_that_stands_still_is_no_progress(
-    last: ev.TrainingUpdate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[int, float]] = []
-    monkeypatch.setattr(
-        HangWatchdog, "_survey", lambda _self, _about, seen: asked.append(dict(seen.silence_s))
-    )
-    out = HangWatchdog(RunFolder(tmp_path), 1, 10.0)
-    now = time.monotonic()
-    for update in (*(ev.TrainingUpdate(0.0, 0, steps=steps) for steps in (1, 2)), last):
-        out.observe([update, ev.Resources(0.0, 0)], now)
-        now += 5.0
-        assert out.check(_state(1), now) == []
-    wait_until(lambda: out.check(_state(1), now) == [] and asked)
-    assert asked[0][0] == 10.0  # once a look for a deadlock is over, too
-
-
-def test_what_a_waiting_rank_prints_does_not_withdraw_what_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verdict = explain.HangReport("rank 1 is at x; rank 0 waits for it", (1,), (0,))
-    monkeypatch.setattr(
-        HangWatchdog, "_survey", lambda self, about, *_: self._surveys.put((about, verdict, 10.0))
-    )
-    out = HangWatchdog(RunFolder(tmp_path), 2, 10.0)
-    state, now = _state(2), time.monotonic() + 11
-
-    def look() -> list[str]:
-        return [told.text for told in out.check(state, now)]
-
-    out.observe([ev.Output(0.0, 0, ("still here",))], now)
-    told: list[str] = []
-    wait_until(lambda: told or told.extend(look()))
-    assert told == [verdict.text]
-    out.observe([ev.Output(0.0, 0, ("still here",))], now + 1)
-    now += 2
-    assert look() == []
-    out.observe([ev.Metrics(0.0, 1, 1, {})], now)
-    assert look() == [""]
-    out.close()
-
-
-def test_a_thousand_ranks_are_asked_by_one_thread(tmp_path: Path) -> None:
-    before = threading.active_count()
-    counts: list[int] = []
-    out = HangWatchdog(RunFolder(tmp_path), 1000, 1e-6)
-    state = _state(1000)
-
-    def found() -> list[ev.Hang]:
-        counts.append(threading.active_count() - before)
-        return out.check(state, time.monotonic())
-
-    told: list[ev.Hang] = []
-    wait_until(lambda: told or told.extend(found()))
-    assert "no sign of progress" in told[0].text  # though there is not even a folder
-    assert max(counts) <= 1
-    out.close()

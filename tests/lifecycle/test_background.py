@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import gc
-import os
-import queue
-import random
-import re
-import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
 
 import nbtrain
-from nbtrain.commands import cli
-from nbtrain.errors import LaunchError, PlanError, PreflightError
-from nbtrain.lifecycle import background
+from nbtrain.errors import PlanError, PreflightError
 from nbtrain.lifecycle.catalog import find_run
-from nbtrain.lifecycle.follower import Follower
 from nbtrain.lifecycle.run import Run, background_runs
 from nbtrain.tracking import run_folder as folders
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
 
@@ -78,8 +65,7 @@ def kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_the_prompt_is_back_at_once_and_the_board_lives_on(notebook: Notebook) -> None:
-    out = notebook.run(train("--background"))
-    assert out.ename == "", out.traceback
+    must_run(notebook, train("--background"))
     assert notebook.value("nbtrain.last_run().state.status") in ("starting", "running")
     notebook.run("open('go', 'w').close()")
     boards: set[str] = set()
@@ -130,38 +116,18 @@ def test_a_click_stops_it_though_no_cell_runs(notebook: Notebook) -> None:
     assert "by the Stop button" in notebook.value("run.state.message")
 
 
-WAITS_FOR_THE_FIRST = """%%distributed -n 1
-from nbtrain.lifecycle.run import Run
-while not Run.open(first.folder).state.is_over:
-    time.sleep(0.02)
-"""
-
-
-@pytest.mark.parametrize("cell", ["print('waits')\nfirst.wait()", WAITS_FOR_THE_FIRST])
-def test_a_click_is_heard_while_another_cell_runs(notebook: Notebook, cell: str) -> None:
+def test_a_click_is_heard_while_another_cell_runs(notebook: Notebook) -> None:
     out = notebook.run("%%distributed -n 1 --background\ntime.sleep(60)")
     button = out.button()[0]
     notebook.run("first = nbtrain.last_run()")
     clicked: list[str] = []
 
     def click(later: Outputs) -> None:
-        shown = later.displays or "waits" in later.stdout
-        if shown and not clicked:
+        if "waits" in later.stdout and not clicked:
             clicked.append(notebook.click(button))
 
-    assert notebook.run(cell, during=click).ename == ""
+    assert notebook.run("print('waits')\nfirst.wait()", during=click).ename == ""
     assert "by the Stop button" in notebook.value("first.wait().state.message")
-
-
-def test_another_cell_shows_it_live_and_stops_it(notebook: Notebook) -> None:
-    notebook.run("%%distributed -n 2 --background\nprint('ready', flush=True)\ntime.sleep(60)")
-    shown = notebook.run("%nbtrain show")
-    assert shown.button()
-    assert notebook.run("run = nbtrain.last_run()\nrun.stop()").ename == ""
-    assert notebook.value("run.state.status, run.state.message[:13]") == (
-        "interrupted",
-        "by run.stop()",
-    )
 
 
 def test_an_interrupt_ends_the_waiting_and_not_the_run(notebook: Notebook) -> None:
@@ -209,48 +175,9 @@ def test_by_spawn_and_with_restarts_too(monkeypatch: pytest.MonkeyPatch) -> None
         assert run.state == Run.open(run.folder).state
 
 
-def test_ranks_that_cannot_start_are_an_error_of_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nbtrain.engines import fork
-
-    def refuse(*_: Any) -> int:
-        raise LaunchError("only 0 of 1 processes could be forked")
-
-    monkeypatch.setattr(fork, "_fork_rank", refuse)
-    with pytest.raises(LaunchError, match="only 0 of 1"):
-        nbtrain.launch(int, num_processes=1, background=True)
-    run = nbtrain.last_run()
-    assert run is not None
-    assert run.state.status == "failed"
-
-
 def test_inline_cannot_go_on_behind_the_cell() -> None:
     with pytest.raises(PlanError, match="inline"):
         nbtrain.launch(int, engine="inline", background=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("leave", ["--background", "--background --engine spawn"])
-def test_it_ends_with_its_kernel_and_says_so(
-    start_kernel: Callable[..., Notebook],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    leave: str,
-) -> None:
-    kernel = start_kernel()
-    kernel.run(LOAD)
-    kernel.run(train(leave, steps=100_000))
-    run = kept(tmp_path / "home", monkeypatch)
-    wait_until(lambda: "step 3" in run.logs(0) and "step 3" in run.logs(1), timeout=60)
-    run = Run.open(run.folder)
-    killed = time.time()
-    kernel.process.send_signal(signal.SIGKILL)
-    wait_until(lambda: all(map(is_gone, pids(run))), timeout=10)
-    wait_until(lambda: Run.open(run.folder).state.is_over)
-    ended = Run.open(run.folder).state
-    assert ended.status == "interrupted"
-    assert "because its kernel ended" in ended.message
-    assert ended.ended is not None
-    assert ended.ended - killed < 6  # 1 s at most, on a machine that does nothing else
 
 
 def test_a_detached_run_outlives_its_kernel_and_is_found_again(
@@ -283,32 +210,6 @@ def test_a_detached_run_outlives_its_kernel_and_is_found_again(
     wait_until(lambda: not folders.is_watched(folders.RunFolder(run.folder)))
 
 
-@pytest.mark.slow
-def test_a_terminal_lists_shows_and_stops_what_a_kernel_runs(
-    start_kernel: Callable[..., Notebook], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = start_kernel()
-    kernel.run(LOAD)
-    kernel.run(train("--detach", steps=100_000))
-    run = kept(tmp_path / "home", monkeypatch)
-    wait_until(lambda: "step 3" in run.logs(1), timeout=30)
-    wait_until(lambda: run.state.status == "running", timeout=30)
-
-    def ask(*words: str) -> str:
-        command = [str(Path(sys.executable).with_name("nbtrain")), *words]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert asked.returncode == 0, asked.stderr
-        return asked.stdout
-
-    name = run.folder.name
-    assert re.search(rf"{name} .* running ", ask("runs"))
-    assert "rank 1: running" in ask("show", name)
-    assert ask("logs", name, "--rank", "1", "--tail", "1").startswith("step ")
-    assert f"{name}: interrupted by `nbtrain stop`" in ask("stop", name)
-    assert all(map(is_gone, pids(Run.open(run.folder))))
-    assert "has ended: interrupted" in ask("stop", name)
-
-
 def test_a_keeper_that_is_killed_takes_its_ranks_and_theirs_with_it(temporary: Path) -> None:
     def train() -> None:
         child = subprocess.Popen(["sleep", "600"])
@@ -328,158 +229,6 @@ def test_a_keeper_that_is_killed_takes_its_ranks_and_theirs_with_it(temporary: P
     wait_until(lambda: not list(temporary.glob("nbtrain-*")))
 
 
-def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:
-    """What the functions below do, with signs of life before and one after."""
-    wait_until(lambda: nbtrain.log(loss=1.0) or go.exists(), 60)
-    nbtrain.log(loss=2.0)
-    with torch.no_grad():
-        model.weight.fill_(3)
-    return "done"
-
-
-@pytest.mark.parametrize("how", [{}, {"background": True}, {"detach": True}], ids=str)
-def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
-    how: dict[str, bool], tmp_path: Path, run_root: Path
-) -> None:
-    returned = queue.SimpleQueue[nbtrain.Run]()  # else the launch is asked about a folder of none
-
-    def delete() -> None:
-        wait_until(lambda: b"loss" in read(*run_root.glob("runs/*/rank-0000.jsonl")), 60)
-        if how:  # and it has been read here, too
-            launched = returned.get(timeout=60)
-            wait_until(lambda: bool(launched.state.ranks[0].metrics), 60)
-        (folder,) = run_root.glob("runs/*")
-        vanish(run_root)
-        wait_until((folder / "run.json").exists, 30)
-        # A rank looks for its file now and then: what it writes before goes with the old one.
-        wait_until((folder / "rank-0000.jsonl").exists, 30)
-        (tmp_path / "go").touch()
-
-    model = torch.nn.Linear(1, 1)
-    with ThreadPoolExecutor(1) as other:
-        deleted = other.submit(delete)
-        options: dict[str, Any] = {"num_processes": 1, "view": "none", **how}
-        run = nbtrain.launch(until_told_to_go, tmp_path / "go", model, **options)
-        returned.put(run)
-        run.wait()
-        deleted.result()
-    assert (run.state.status, run.value, model.weight.item()) == ("succeeded", "done", 3)
-    for state in (run.state, Run.open(run.folder).state):
-        assert "was deleted" in str(state.notes)
-        assert state.ranks[0].metrics == {"loss": 2.0}
-    assert run not in background_runs()
-
-
-def read(*paths: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in paths)
-
-
-def vanish(folder: Path) -> None:
-    """Delete a folder, at once as far as the processes see that write to it."""
-    shutil.rmtree(folder.rename(folder.with_name("vanished")))
-
-
-@pytest.mark.slow
-def test_one_whose_folder_cannot_be_made_anew_is_lost_and_says_so(
-    run_root: Path, tmp_path: Path
-) -> None:
-    """The process that watches it is stopped and cannot make it."""
-    arguments = tmp_path / "go", torch.nn.Linear(1, 1)
-    run = nbtrain.launch(
-        until_told_to_go, *arguments, num_processes=1, detach=True, view="none", sync=False
-    )
-    wait_until(
-        lambda: b"loss" in read(*run.folder.glob("rank-0000.jsonl")), 60
-    )  # it makes no file any more
-    background = psutil.Process(run._folder.read_manifest()["launcher"])
-    background.suspend()
-    wait_until(lambda: background.status() == psutil.STATUS_STOPPED)
-    try:
-        vanish(run_root)
-        assert run.wait().state.status == "lost"
-    finally:
-        background.kill()
-    assert run.state.message == "its folder was deleted"
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_made_again_after_a_while_is_still_followed(run_root: Path) -> None:
-    """On a busy host, the process that watches the run needs seconds for it."""
-    folder = folders.create("t", {"name": "t", "created": time.time(), "num_processes": 1})
-    folders.set_watching_process(folder, os.getpid())
-    follower = Follower(folder)
-    follower.start()
-    elsewhere = folder.path.rename(run_root / "elsewhere")
-    assert not follower.over.wait(2.5)
-    elsewhere.rename(folder.path)
-    assert not follower.over.wait(1.5)
-    vanish(folder.path)
-    assert follower.over.wait(20)
-    assert follower.state.status == "lost"
-
-
-@pytest.mark.slow
-def test_of_one_run_that_is_shown_again_and_again_three_boards_are_live() -> None:
-    folder = folders.create("t", {"name": "t", "created": time.time(), "num_processes": 1})
-    folders.set_watching_process(folder, os.getpid())
-    follower = Follower(folder)
-    updates, finished = Counter[int](), list[int]()
-    for board in range(5):
-        follower.show(
-            lambda *_, board=board: updates.update([board]),
-            lambda *_, board=board: finished.append(board),
-        )
-    follower.start()
-    wait_until(lambda: updates[4] >= 2)
-    assert finished == [0, 1]
-    assert sorted(updates) == [2, 3, 4]
-    vanish(folder.path)
-    assert follower.over.wait(20)
-    assert finished == [0, 1, 2, 3, 4]
-
-
-def test_an_interrupt_of_the_command_ends_its_waiting_in_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = nbtrain.launch(time.sleep, 60, num_processes=1, detach=True, view="none")
-    background = psutil.Process(run._folder.read_manifest()["launcher"])
-    background.suspend()
-
-    def interrupt() -> None:
-        wait_until(run._folder.stop_request_file.exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with ThreadPoolExecutor(1) as other:
-        interrupted = other.submit(interrupt)
-        assert cli.main(["stop", run.folder.name]) == 130
-        interrupted.result()
-    told = f"{run.folder.name} was asked to stop and has not ended yet\n"
-    assert capsys.readouterr().err == told
-    background.resume()
-    assert run.wait().state.status == "interrupted"
-
-
-def test_the_thread_that_launched_it_may_end() -> None:
-    launched: list[Run] = []
-
-    def launch() -> None:
-        launched.append(
-            nbtrain.launch(time.sleep, 1, num_processes=1, background=True, view="none")
-        )
-
-    thread = threading.Thread(target=launch)
-    thread.start()
-    thread.join()
-    assert launched[0].wait().state.status == "succeeded"
-
-
-def test_random_numbers_are_those_of_a_run_that_is_waited_for() -> None:
-    random.seed(42)
-    expected = random.Random(42).random()
-    run = nbtrain.launch(random.random, num_processes=1, background=True, view="none")
-    assert run.wait().value == expected
-
-
 def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
     name = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none").folder
     nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
@@ -488,52 +237,6 @@ def test_one_that_nobody_holds_still_counts_as_going_on() -> None:
     assert run.folder == name
     assert find_run(name.name) is run  # it is followed once, however often it is shown
     run.stop()
-
-
-@pytest.mark.parametrize("how", ["background", "detach"])
-def test_a_keeper_that_cannot_be_made_is_an_error_at_once(
-    monkeypatch: pytest.MonkeyPatch, how: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(background, "set_watching_process", full)
-    with pytest.raises(LaunchError, match="No space left on device"):
-        nbtrain.launch(int, num_processes=1, **{how: True})
-    assert not folders.is_watched(folders.runs()[-1])
-    assert capfd.readouterr().err == ""
-
-
-def test_a_keeper_that_dies_at_once_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "Supervisor", None)
-    for how in ({"background": True}, {"detach": True}):
-        with pytest.raises(LaunchError, match="the process that watched the run ended"):
-            nbtrain.launch(int, num_processes=1, **how)
-
-
-def test_an_interrupt_while_the_ranks_are_being_started_ends_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = Follower.wait_for_ranks
-
-    def interrupted(self: Follower, patience: float) -> bool:
-        real(self, patience)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Follower, "wait_for_ranks", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
-    assert run.state.status == "interrupted"
-
-
-def test_what_is_shown_once_the_run_has_ended_is_finished_at_once() -> None:
-    run = nbtrain.launch(int, num_processes=1, background=True, view="none").wait()
-    follower, shown = run._watcher, list[str]()
-    assert isinstance(follower, Follower)
-    follower.show(lambda *_: None, lambda state, _now: shown.append(state.status))
-    assert shown == ["succeeded"]
 
 
 def test_a_detached_run_does_not_hold_the_kernels_output(
@@ -555,25 +258,3 @@ def test_a_detached_run_does_not_hold_the_kernels_output(
     assert notebook.value("bool(output) and output <= held(os.getpid())")
     assert notebook.value("sorted(output & (held(watcher) | held(run.state.ranks[0].pid)))") == []
     notebook.run("run.stop()")
-
-
-def test_a_kernel_that_has_no_descriptor_left_for_a_while_goes_on_following(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    run = nbtrain.launch(time.sleep, 3, num_processes=1, background=True, view="none")
-    follower, failed = run._watcher, threading.Event()
-    assert isinstance(follower, Follower)
-
-    def refuse(**_: Any) -> Any:
-        failed.set()
-        raise OSError(24, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(follower._reader, "read", refuse)
-        patch.setattr(
-            "nbtrain.lifecycle.follower.is_watched", lambda _folder: False
-        )  # what it says of EMFILE
-        assert failed.wait(10)
-        assert not follower.over.wait(1.5)
-    assert run.wait().state.status == "succeeded"
-    assert not recwarn.list

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import nbtrain
-from nbtrain.commands import cli
 from nbtrain.errors import PlanError
 from nbtrain.lifecycle import catalog
-from nbtrain.tracking.run_folder import create
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
@@ -24,8 +23,7 @@ def runs() -> list[nbtrain.Run]:
     good = nbtrain.launch(lambda: 1, num_processes=1, view="none")
     with pytest.raises(ZeroDivisionError):
         nbtrain.launch(lambda: 1 / 0, num_processes=2, view="none")
-    bad = nbtrain.last_run()
-    assert bad is not None
+    bad = the_last_run()
     return [good, bad]
 
 
@@ -52,51 +50,6 @@ def test_a_damaged_run_is_a_row_that_says_so(run_root: Path) -> None:
     assert [(info.name, info.status) for info in infos] == [(n, "unreadable") for n in "abc"]
     assert len([line for line in catalog.page(infos).splitlines() if "run.json" in line]) == 3
     assert list(nbtrain.runs()["status"]) == ["unreadable"] * 3
-
-
-def _metrics(*values: object, name: str = "loss") -> str:
-    """Return what a rank reports that logs these values, as its file has them."""
-    record = '{{"kind":"metrics","time":{},"rank":0,"step":{},"values":{{"{}":{}}}}}\n'
-    return "".join(record.format(100 + at, at, name, value) for at, value in enumerate(values))
-
-
-_HUGE = f"1{'0' * 400}"
-_ODD_RUNS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "span": ({}, _metrics("-1e308", "1e308", "0.5"), "succeeded"),
-    "sum": ({}, _metrics(*["1e308"] * 4, name="val_loss"), "succeeded"),
-    "infinities": ({}, _metrics("1e999", "-1e999", "NaN", "1.0"), "succeeded"),
-    "whole": ({}, _metrics(_HUGE, "1", f"-{_HUGE}"), "succeeded"),
-    "smallest": ({}, _metrics("5e-324", "1e308", "1"), "succeeded"),
-    "name": ({}, _metrics("1", "2", name="a\\ud800\\nb"), "succeeded"),
-    "number": ({"number": int(_HUGE), "cell": int(_HUGE)}, "", "succeeded"),
-    "time": ({"created": 9e10, "clock": 1e300}, "", "succeeded"),
-    "status": ({}, "", "\\u001b[31m\\n\\ud800"),
-}
-"""By a name: a manifest, what both ranks reported, and how the launcher says that the run ended."""
-
-
-@pytest.mark.parametrize("kind", _ODD_RUNS)
-def test_an_odd_run_breaks_no_list_and_no_command(
-    kind: str, runs: list[nbtrain.Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    manifest, reported, status = _ODD_RUNS[kind]
-    folder = create(kind, {"name": kind, "created": 99.0, "num_processes": 2, **manifest})
-    end = f'{{"kind":"finished","time":200,"rank":-1,"status":"{status}"}}\n'
-    folder.launcher_events.write_text(end)
-    for rank in range(2):
-        folder.events(rank).write_text(reported.replace('"rank":0', f'"rank":{rank}'))
-    lines = catalog.page(catalog.run_infos()).splitlines()
-    assert len([line for line in lines if folder.path.name in line]) == 1
-    assert "".join(lines).isprintable()
-    assert len(nbtrain.runs()) == 3
-    run = catalog.find_run(folder.path.name)
-    assert run._repr_html_()
-    assert json.loads(json.dumps(run.to_dict(), allow_nan=False))
-    assert len(run.compare(runs[0].folder.name).columns) == 2
-    assert [stack.trouble != "" for stack in run.stacks()] == [True, True]
-    for command in (["runs"], ["runs", "--json"], ["show", folder.path.name], ["logs"]):
-        assert cli.main(command) == 0
-        assert not {*capsys.readouterr().out} & {"\x1b", "\ud800"}, command
 
 
 def test_a_run_whose_kernel_is_gone_is_lost_and_one_that_is_watched_runs(
@@ -127,24 +80,6 @@ def test_a_run_is_found_by_name_by_its_beginning_and_by_default_the_last(
         catalog.find_run(good.folder.name[:2])
     with pytest.raises(PlanError, match="no kept run begins with 'zzz'"):
         catalog.find_run("zzz")
-
-
-def test_a_number_that_no_run_has_is_named_with_how_many_runs_there_are(
-    runs: list[nbtrain.Run],
-) -> None:
-    newest = runs[1].state.number
-    kept = rf"\(2 runs are kept, the newest is #{newest}\): `%nbtrain runs`"
-    for text in ("99", "#99", "train #99"):
-        with pytest.raises(PlanError, match=f"no kept run has the number 99 {kept}"):
-            catalog.find_run(text)
-    with pytest.raises(PlanError, match="has the number 20, and 2 kept runs begin with '20': "):
-        catalog.find_run("20")
-
-
-def test_where_no_run_is_kept_none_is_found_whatever_was_meant() -> None:
-    for text in ("99", "zzz"):
-        with pytest.raises(PlanError, match="no run is kept yet: `%nbtrain runs`"):
-            nbtrain.Run.open(text)
 
 
 def test_in_a_cell_runs_are_listed_and_drawn_also_from_another_kernel(
@@ -202,22 +137,3 @@ def test_a_run_is_found_by_the_name_that_the_user_gave_it(notebook: Notebook) ->
     number = notebook.value("run.state.number")
     assert f"#{number}" in out.evalue
     assert "'twice'" in notebook.run(f"%nbtrain show #{number}").displays[-1]["text/plain"]
-
-
-def test_a_name_that_the_user_gives_is_on_the_board_and_in_the_list(notebook: Notebook) -> None:
-    cell = """%%distributed -n 1 --name tuned
-def train():
-    for i in range(20):
-        nbtrain.log(step=i, loss=20 - i)
-    return "fine"
-"""
-    assert "tuned" in notebook.run(cell).board
-    number = notebook.value(
-        "__import__('json').loads((nbtrain.last_run().folder / 'run.json').read_text())['number']"
-    )
-    lines = notebook.run("%nbtrain runs").stdout.splitlines()
-    (line,) = (line for line in lines if line.startswith(f"#{number} "))
-    for part in ("-tuned-", "loss 1", "'fine'", "█"):
-        assert part in line
-    shown = notebook.run(f"%nbtrain show tuned #{number}")
-    assert "tuned: succeeded" in shown.displays[-1]["text/plain"]

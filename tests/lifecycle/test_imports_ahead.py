@@ -14,6 +14,7 @@ import pytest
 
 import nbtrain
 from nbtrain.lifecycle import imports_ahead, limits
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 from tests.support.process_state import PROCESS_STATE
 from tests.support.waiting import wait_until
@@ -83,24 +84,6 @@ def test_what_a_module_sets_is_put_back(install: Callable[..., None]) -> None:
     assert dict(os.environ) == environment
 
 
-def test_what_a_thread_of_the_users_sets_meanwhile_stays(
-    slow: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begins, goes_on = slow
-    monkeypatch.delenv("OF_A_THREAD", raising=False)
-
-    def set_it() -> None:
-        begins.wait(100)
-        os.environ["OF_A_THREAD"] = "1"
-        goes_on.set()
-
-    thread = threading.Thread(target=set_it)
-    thread.start()
-    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
-    thread.join()
-    assert os.environ.pop("OF_A_THREAD") == "1"
-
-
 def test_the_switch_and_variables_of_the_run_leave_imports_to_the_ranks(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,34 +136,12 @@ def test_an_interrupt_meanwhile_starts_no_rank(
     assert signal.getsignal(signal.SIGINT) is handler
     is_timer = lambda thread: isinstance(thread, threading.Timer)  # noqa: E731
     wait_until(lambda: not any(map(is_timer, threading.enumerate())))
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.state.status == "interrupted"
     assert not (run.folder / "rank-0000.jsonl").exists()
     # A short import is whole; one that hung ended, and no other is begun in this kernel.
     assert [name in sys.modules for name in imports_ahead.NAMES] == [not hangs, False]
     assert ranks_see("after_slow") == [not hangs] * 2
-
-
-def test_a_process_that_another_thread_forks_meanwhile_has_the_whole_module(
-    slow: tuple[threading.Event, threading.Event],
-) -> None:
-    begins, goes_on = slow
-    codes: list[int] = []
-
-    def fork() -> None:
-        begins.wait(100)
-        threading.Timer(0.2, goes_on.set).start()
-        child = os.fork()
-        if child == 0:
-            os._exit(not getattr(sys.modules["slow_one"], "done", False))
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    assert [*imports_ahead.import_one_by_one()] == ["slow_one", "after_slow"]
-    thread.join()
-    assert codes == [0]
 
 
 STEP = """
@@ -236,24 +197,3 @@ def test_a_kernel_that_was_idle_is_as_one_without_nbtrain(
     assert len(left) < 5, left  # of 800: the first step imports next to nothing
     assert "No accelerator" in kernels[1].run("%nbtrain guard").stdout
     assert "torch._dynamo" in kernels[1].run("%nbtrain doctor").stdout.partition("imports")[2]
-
-
-def test_an_import_that_hangs_in_an_idle_kernel_ends_at_an_interrupt(
-    start_kernel: Callable[..., Notebook], tmp_path: Path
-) -> None:
-    kernel = start_kernel()
-    folder, begun = tmp_path / "site-packages", tmp_path / "begun"
-    folder.mkdir()
-    source = f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(1000)"
-    (folder / "hanging_one.py").write_text(source)
-    kernel.run(
-        f"%load_ext nbtrain\nimport sys, torch\nsys.path.append({str(folder)!r})\n"
-        "from nbtrain.lifecycle import imports_ahead, limits\n"
-        "imports_ahead.NAMES, limits.IMPORT_TIMEOUT_S = ('hanging_one',), 0.2"
-    )
-    wait_until(begun.exists, 100)
-    kernel.manager.interrupt_kernel()
-    assert kernel.run("print(1)").stdout == "1\n"
-    assert kernel.value("'hanging_one' in sys.modules") is False
-    out = kernel.run("%%distributed -n 2 --as run\nnbtrain.rank()")
-    assert not out.ename, out.traceback

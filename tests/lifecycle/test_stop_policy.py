@@ -12,7 +12,6 @@ from nbtrain.lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, UNKILLABLE_AFTER_
 from nbtrain.lifecycle.stop_policy import StopController, StopSignal
 from nbtrain.tracking.state import RankState, RunState
 
-ECHO = "RuntimeError: Connection closed by peer"
 BOTH = frozenset({0, 1})
 
 
@@ -105,30 +104,6 @@ def test_a_rank_that_trains_has_its_two_seconds_though_another_is_starting() -> 
     assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
 
 
-def test_a_rank_that_reports_nothing_by_itself_may_have_trained() -> None:
-    controller = StopController(0.0, sees_training=False)
-    first = decide(controller, 5.0, picture("running", "starting"), pressed=True)
-    assert first[0] == "stopped by an interrupt: ranks have 2 s to save"
-    assert {action for action, _ in sent(decide(controller, 6.9))} == {"interrupt"}
-    controller = StopController(0.0, sees_training=False)
-    first = decide(controller, 5.0, picture("starting", "starting"), pressed=True)
-    assert first[0] == "stopped by an interrupt: ranks were still starting"
-
-
-def test_ranks_of_a_later_attempt_are_starting_however_long_the_run_takes() -> None:
-    controller = StopController(0.0)
-    controller.reset(1000.0)
-    first = decide(controller, 1005.0, picture("running", "starting"), pressed=True)
-    assert first[0] == "stopped by an interrupt: ranks were still starting"
-
-
-def test_ranks_whose_beginning_was_perhaps_lost_have_two_seconds_to_save() -> None:
-    controller = StopController(0.0)
-    late = decide(controller, 61.0, picture("running", "starting"), pressed=True)
-    assert late[0] == "stopped by an interrupt: ranks have 2 s to save"
-    assert sent(decide(controller, 62.0)) == [("interrupt", BOTH)]
-
-
 def test_a_second_interrupt_kills_at_once() -> None:
     controller = StopController(0.0)
     decide(controller, 1.0, pressed=True)
@@ -148,14 +123,6 @@ def test_a_timeout_counts_from_the_start_whatever_attempt_it_is() -> None:
     assert controller.cause == "timed out"
 
 
-def test_where_nobody_waits_the_ranks_have_one_second() -> None:
-    controller = StopController(0.0)
-    controller.request("because its kernel ended", hasty=True)
-    assert sent(decide(controller, 1.0)) == [("interrupt", BOTH)]
-    assert sent(decide(controller, 1.8)) == [("terminate", BOTH)]
-    assert sent(decide(controller, 2.1)) == [("kill", BOTH)]
-
-
 def test_after_a_failure_a_rank_that_is_failing_itself_has_its_time_to_report() -> None:
     controller = StopController(0.0)
     state = picture("failed", "failing", "running", error="ValueError: x")
@@ -165,20 +132,6 @@ def test_after_a_failure_a_rank_that_is_failing_itself_has_its_time_to_report() 
     assert sent(decide(controller, 1.8, state, alive)) == [("kill", {2})]
     late = decide(controller, 1.0 + FAILURE_REPORT_TIMEOUT_S, state, alive)
     assert sent(late) == [("kill", {1, 2})]
-
-
-def test_while_there_are_only_echoes_the_rank_that_failed_first_has_time_to_say_so() -> None:
-    controller = StopController(0.0)
-    echoes = picture("failed", "running", error=ECHO)
-    alive = frozenset({1})
-    decide(controller, 0.0, echoes, alive)
-    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S - 0.1, echoes, alive)) == []
-    own = replace(echoes, ranks=(echoes.ranks[0], replace(echoes.ranks[1], status="failed")))
-    own = replace(own, ranks=(own.ranks[0], replace(own.ranks[1], **raised("ValueError: x"))))
-    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S, own, alive)) == []
-    assert sent(decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.2, own, alive)) == [
-        ("terminate", {1})
-    ]
 
 
 def test_what_an_end_counts_as() -> None:
@@ -194,12 +147,3 @@ def test_what_an_end_counts_as() -> None:
     assert controller.verdict(RUNNING, 1, -signal.SIGSEGV, has_reported=False) == "failed"
     controller.reset(101.0)
     assert controller.verdict(RUNNING, 1, -signal.SIGINT, has_reported=False) == "failed"
-
-
-def test_a_rank_that_was_failing_when_it_was_killed_has_failed() -> None:
-    controller = StopController(0.0)
-    state = picture("failed", "failing", error="ValueError: x")
-    decide(controller, 0.0, state, frozenset({1}))
-    decide(controller, FAILURE_REPORT_TIMEOUT_S + 0.1, state, frozenset({1}))
-    assert controller.ended_by_our_signal(1, -signal.SIGKILL)
-    assert controller.verdict(state, 1, -signal.SIGKILL, has_reported=False) == "failed"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 SETUP = """
@@ -25,8 +24,7 @@ assert args.world_size == state.num_processes == 1
 
 @pytest.fixture(scope="module")
 def with_state(shared_kernel: Notebook) -> Notebook:
-    out = shared_kernel.run(SETUP)
-    assert out.ename == "", out.traceback
+    must_run(shared_kernel, SETUP)
     return shared_kernel
 
 
@@ -36,8 +34,7 @@ def results(notebook: Notebook) -> str:
 
 def test_ranks_start_with_a_state_of_their_own(with_state: Notebook) -> None:
     cell = "def world():\n    return Accelerator().num_processes, PartialState().process_index"
-    out = with_state.run(f"%%distributed\n{cell}")
-    assert out.ename == "", out.evalue
+    out = must_run(with_state, f"%%distributed\n{cell}")
     assert "⚠" not in out.board
     assert results(with_state) == "[(2, 0), (2, 1)]"
     assert with_state.value("(PartialState().num_processes, state.num_processes)") == (1, 1)
@@ -55,8 +52,7 @@ def test_what_shares_the_state_shows_the_world_of_the_ranks(
         "    trainer.train()\n"
         "    return before, trainer.accelerator.num_processes, args.device.type\n"
     )
-    out = with_state.run(f"%%distributed -e {engine}\n{cell}", timeout=120)
-    assert out.ename == "", out.evalue
+    must_run(with_state, f"%%distributed -e {engine}\n{cell}", timeout=120)
     assert results(with_state) == "[((2, 0, 2), 2, 'cpu'), ((2, 1, 2), 2, 'cpu')]"
 
 
@@ -81,25 +77,14 @@ def test_an_accelerator_and_what_it_prepared_are_named(with_state: Notebook) -> 
     assert "line 1: `acc = Accelerator()`). Create it inside the training function" in out.evalue
     out = with_state.run("%%distributed\ndef train():\n    return len(loader)")
     assert "`loader` (a DataLoaderShard) was made in the notebook, for one process." in out.evalue
-    out = with_state.run(
-        "%%distributed\ndef train():\n    acc = Accelerator()\n    return len(data)"
+    must_run(
+        with_state, "%%distributed\ndef train():\n    acc = Accelerator()\n    return len(data)"
     )
-    assert out.ename == ""
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "for acc in [Accelerator()]: print(acc.num_processes)",
-        "if 'acc' in globals(): del acc\nacc = Accelerator()\nprint(acc.num_processes)",
-    ],
-)
-def test_a_cell_that_makes_its_own_accelerator_may_use_the_same_name(
-    with_state: Notebook, cell: str
-) -> None:
+def test_a_cell_that_makes_its_own_accelerator_may_use_the_same_name(with_state: Notebook) -> None:
     with_state.run("acc = Accelerator()")
-    out = with_state.run(f"%%distributed\n{cell}")
-    assert out.ename == "", out.evalue
+    must_run(with_state, "%%distributed\nfor acc in [Accelerator()]: print(acc.num_processes)")
 
 
 PREPARED = """
@@ -119,36 +104,25 @@ def train(net, opt, loader):
 """
 
 
-@pytest.mark.parametrize(
-    "launch",
-    [
-        "nbtrain.notebook_launcher(train, (net, opt, loader), num_processes={})",
-        "nbtrain.launch(lambda: train(net, opt, loader), num_processes={})",
-    ],
-)
-def test_one_rank_may_use_what_the_notebooks_accelerator_prepared(
-    with_state: Notebook, launch: str
-) -> None:
+def test_one_rank_may_use_what_the_notebooks_accelerator_prepared(with_state: Notebook) -> None:
+    launch = "nbtrain.notebook_launcher(train, (net, opt, loader), num_processes={})"
     with_state.run(PREPARED)
     with_state.run(TRAIN)
     for _ in range(2):
-        out = with_state.run(launch.format(1))
-        assert out.ename == "", out.evalue
+        out = must_run(with_state, launch.format(1))
         assert "⚠" not in out.board
         assert results(with_state) == "[(1, 1, 3)]"
         assert with_state.value("not torch.equal(net.weight, before)")
     assert "made in the notebook, for one process" in with_state.run(launch.format(2)).evalue
     bf16 = launch.format(1).replace("num_processes", "mixed_precision='bf16', num_processes")
-    assert (
-        "made in the notebook, for one process" in with_state.run(bf16).evalue
-    )  # it was not made for that
+    refused = with_state.run(bf16).evalue  # it was not made for that
+    assert "made in the notebook, for one process" in refused
 
 
 def test_one_rank_may_train_with_a_trainer_of_the_notebook(with_state: Notebook) -> None:
     with_state.run("trainer = Trainer(model=model, args=args, train_dataset=data)")
     with_state.run("before = model.classifier.weight.detach().clone()")
-    out = with_state.run("nbtrain.notebook_launcher(trainer.train, num_processes=1)")
-    assert out.ename == "", out.evalue
+    must_run(with_state, "nbtrain.notebook_launcher(trainer.train, num_processes=1)")
     assert with_state.value("not torch.equal(model.classifier.weight, before)")
 
 
@@ -158,8 +132,7 @@ def test_none_asked_for_is_no_number_where_there_is_no_gpu(with_state: Notebook)
         f"nbtrain.notebook_launcher(nbtrain.rank, num_processes={count})",
         f"%distributed -n {{{count}}} nbtrain.rank()",
     ):
-        out = with_state.run(launch)
-        assert out.ename == "", out.evalue
+        out = must_run(with_state, launch)
         assert (
             "num_processes is 0, which is torch.cuda.device_count() on a host without a GPU"
             in out.board
@@ -167,15 +140,3 @@ def test_none_asked_for_is_no_number_where_there_is_no_gpu(with_state: Notebook)
         assert results(with_state) == "[0, 1]"
     out = with_state.run("nbtrain.launch(nbtrain.rank, num_processes=-1)")
     assert "a whole number ≥ 1" in out.evalue
-
-
-def test_an_accelerator_made_before_nbtrain_was_loaded_has_no_place(
-    start_kernel: Callable[..., Notebook],
-) -> None:
-    kernel = start_kernel()
-    kernel.run("from accelerate import Accelerator\nacc = Accelerator(cpu=True)\n%load_ext nbtrain")
-    out = kernel.run("%%distributed\ndef train():\n    acc.print('ready')")
-    assert (
-        "made in the notebook, for one process. Create it inside the training function"
-        in out.evalue
-    )

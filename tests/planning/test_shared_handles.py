@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 SETUP = """
@@ -91,8 +92,7 @@ def find(use):
 
 @pytest.fixture(scope="module")
 def with_handles(shared_kernel: Notebook) -> Notebook:
-    out = shared_kernel.run(SETUP + FIND)
-    assert out.ename == "", out.traceback
+    must_run(shared_kernel, SETUP + FIND)
     return shared_kernel
 
 

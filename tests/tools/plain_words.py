@@ -20,7 +20,7 @@ import re
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,40 +90,56 @@ def measure_rooms(package: Path = PACKAGE) -> dict[str, Room]:
         room = rooms[relative.parts[0] if len(relative.parts) > 1 else "(root)"]
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
-        room.code_lines += _code_lines(source, tree)
-        _measure_prose(room, str(relative), source, tree)
-        _measure_names(room, str(relative), tree)
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+        statements = list(_statements(tree))
+        docstrings = list(_docstrings(statements))
+        room.code_lines += _code_lines(tokens, docstrings)
+        _measure_prose(room, str(relative), tokens, docstrings)
+        _measure_names(room, str(relative), statements)
         _measure_constants(room, str(relative), tree)
     return dict(rooms)
 
 
-def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for child in body if isinstance(body, list) else ():
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module and what has statements of its own in it; expressions have none."""
+    yield node
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, part, ()):
+            if hasattr(child, "body"):
+                yield from _statements(child)
+
+
+def _docstrings(statements: Iterable[ast.AST]) -> Iterator[ast.Constant]:
+    for node in statements:
+        for child in getattr(node, "body", ()):
             value = child.value if isinstance(child, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 yield value
 
 
-def _code_lines(source: str, tree: ast.Module) -> int:
+def _code_lines(tokens: Iterable[tokenize.TokenInfo], docstrings: Iterable[ast.Constant]) -> int:
     documented = {
         line
-        for text in _docstrings(tree)
+        for text in docstrings
         for line in range(text.lineno, (text.end_lineno or text.lineno) + 1)
     }
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT}
     skipped |= {tokenize.DEDENT, tokenize.ENDMARKER}
     code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokens:
         if token.type not in skipped:
             code.update(range(token.start[0], token.end[0] + 1))
     return len(code - documented)
 
 
-def _measure_prose(room: Room, path: str, source: str, tree: ast.Module) -> None:
-    texts = [(text.lineno, str(text.value)) for text in _docstrings(tree)]
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+def _measure_prose(
+    room: Room,
+    path: str,
+    tokens: Iterable[tokenize.TokenInfo],
+    docstrings: Iterable[ast.Constant],
+) -> None:
+    texts = [(text.lineno, str(text.value)) for text in docstrings]
+    for token in tokens:
         if token.type == tokenize.COMMENT:
             texts.append((token.start[0], token.string))
     for line, text in texts:
@@ -135,8 +151,8 @@ def _measure_prose(room: Room, path: str, source: str, tree: ast.Module) -> None
                 room.hits.append(f"{path}:{line} [{kind}] …{around}…")
 
 
-def _measure_names(room: Room, path: str, tree: ast.Module) -> None:
-    for node in ast.walk(tree):
+def _measure_names(room: Room, path: str, statements: Iterable[ast.AST]) -> None:
+    for node in statements:
         is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         if is_function and not node.name.startswith("__"):
             room.functions += 1

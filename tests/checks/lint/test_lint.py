@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
-import importlib
 import json
 import linecache
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from IPython.core.compilerop import CachingCompiler
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -107,17 +103,13 @@ def _texts(path: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in (ROOT / "tests").rglob("*.py") if not {*p.parts} & {*NOT_LOOPS}],
-    ids=lambda p: p.name,
-)
-def test_every_cell_of_the_tests_is_left_in_peace(path: Path) -> None:
-    for text in _texts(path):
+def test_every_cell_of_the_tests_is_left_in_peace() -> None:
+    files = [p for p in (ROOT / "tests").rglob("*.py") if not {*p.parts} & {*NOT_LOOPS}]
+    for path, text in ((file, text) for file in files for text in _texts(file)):
         # Some texts are no Python.
         with contextlib.suppress(SyntaxError, ValueError, lint.SourceTooLongError):
             notes = lint.lint(Cell(text, "<cell>", {}))
-            assert [note for note in notes if note.code != "not-called"] == []
+            assert [note for note in notes if note.code != "not-called"] == [], path
 
 
 # The rules
@@ -151,9 +143,6 @@ UNPREPARED = BASELINE.replace("accelerator.prepare(*get_utilities())", "get_util
 BACKWARD = {
     "a loss": (STEP.format("loss = model(x)\n    loss.backward()"), [(5, 5)]),
     "a mean": (STEP.format("model(x).mean().backward()"), [(4, 5)]),
-    "a quotient": (STEP.format("(model(x) / 2).backward()"), [(4, 5)]),
-    "a scaled loss": (STEP.format("s.scale(x).backward(retain_graph=True)"), [(4, 5)]),
-    "an output's loss": (STEP.format("out = model(x)\n    out.loss.backward()"), [(5, 5)]),
     "in a function that gets the Accelerator": (
         "def step(accelerator, loss, opt):\n    loss.backward()\n    opt.step()\n"
         "def train(model):\n    acc = Accelerator()\n    step(acc, model(1), 2)",
@@ -172,12 +161,6 @@ BACKWARD = {
     "a step beside a function that needs gradients for itself": (
         "def attack(x):\n    model(x).sum().backward()\n    return x.grad.sign()\n"
         + STEP.format("accelerator.backward(model(x))"),
-        [],
-    ),
-    "a default that the call replaces": (
-        f"{HEAD}def fit(backward=lambda loss: loss.backward()):\n"
-        "    for x in dl:\n        backward(model(x))\n        opt.step()\n"
-        "fit(accelerator.backward)",
         [],
     ),
     "a loop for comparison": (BASELINE, []),
@@ -205,15 +188,10 @@ def test_a_finding_says_where_it_is_and_what_to_write() -> None:
     ("line", "column"),
     [
         ('model.to("cuda")', 10),
-        ('model = model.to("cuda:0", non_blocking=True)', 18),
         ("model.cuda()", 1),
-        ("é = x.cuda(0)", 5),
-        ('y = "é", x.to(torch.device("cuda"))', 28),
         ('z = torch.zeros(3, 4, device="cuda")', 30),
-        ('d = torch.device("cuda:1" if fast else "cpu")', 18),
         ("torch.cuda.set_device(0)", 1),
         ('device = "cuda"; model.to(device)', 10),
-        ('device = "cuda" if fast else "cpu"\nx.to(device)', 10),
         ('x = x.to(device="xpu")', 17),
     ],
 )
@@ -225,9 +203,6 @@ def test_a_device_that_all_ranks_would_share_is_found(start: str, line: str, col
 _IF_THERE = 'd = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
 _IF_THERE += 'if torch.cuda.is_available():\n    model.to("cuda")'
 _CHOSEN = 'torch.cuda.set_device(local_rank)\nmodel.to("cuda")\nx.cuda()\n'
-_OLD_TORCH = (
-    'device = torch.accelerator.x if hasattr(torch, "accelerator") else "cuda"\nx.to(device)'
-)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +213,6 @@ _OLD_TORCH = (
         (_CHOSEN + 'x.to("cuda:0")', [(4, 6)], [(4, 6)]),
         ('os.environ["CUDA_VISIBLE_DEVICES"] = str(i)\nmodel.to("cuda:0")', [], []),
         ('if rank == 0:\n    x.to("cuda:0")', [], []),
-        ('mesh = init_device_mesh("cuda", (2,))\nmodel.to("cuda")', [], []),
-        ('torch.accelerator.set_device_index(local_rank)\nx.to("cuda")', [], []),
-        (_OLD_TORCH, [], []),
         ("class A(nn.Module):\n    def forward(self, x):\n        x.cuda()\nA()", *[[(3, 9)]] * 2),
         *(
             (f"state = {maker}\nx.to({device!r})", [(2, 6)] if ":" in device else [], [(2, 6)])
@@ -261,9 +233,7 @@ def test_a_plain_cuda_is_the_ranks_own_where_something_chose_it(
     [
         (torch.device("cuda:0"), True, True),
         ("cuda", True, True),
-        ("cpu", True, False),
         (torch.device("cpu"), True, False),
-        (3, False, False),
     ],
 )
 def test_a_device_of_the_notebook_is_found_where_there_is_another(
@@ -299,13 +269,9 @@ WITHOUT_LOADER = LOOP.format(prepare="model, opt = accelerator.prepare(model, op
         ("opt, dl = accelerator.prepare(opt, dl)", [MODEL]),
         ("model, dl = accelerator.prepare(model, dl)", [OPTIMIZER]),
         ("pass", [LOADER, MODEL, OPTIMIZER]),
-        ("model = model.to(accelerator.device)", [LOADER, MODEL, OPTIMIZER]),
         ("accelerator.prepare(model, opt, dl)", [LOADER, MODEL, OPTIMIZER]),
         ("model, opt, dl = setup(accelerator, model, opt, dl)", []),
         ("model, opt, dl = map(accelerator.prepare, (model, opt, dl))", []),
-        ("model, opt, dl = accelerator.prepare(*things)", []),
-        ("model = opt = dl = helper(accelerator)", []),
-        ("things = accelerator.prepare([model, opt, dl])", []),
     ],
 )
 def test_what_never_goes_through_prepare_is_found(prepare: str, expected: list[Any]) -> None:
@@ -316,8 +282,6 @@ def test_what_never_goes_through_prepare_is_found(prepare: str, expected: list[A
     "own",
     [
         "DataLoader(data, sampler=mine)",
-        "DataLoader(data.shard(8, accelerator.process_index))",
-        "DataLoader(data[accelerator.process_index :: 2])",
         "DataLoader(split_dataset_by_node(data, 0, 2))",
     ],
 )
@@ -325,16 +289,6 @@ def test_a_loader_of_the_ranks_own_part_is_left_in_peace(own: str) -> None:
     made = "DataLoader(data, batch_size=4, shuffle=True)"
     assert found(WITHOUT_LOADER) == [LOADER]
     assert found(WITHOUT_LOADER.replace(made, own)) == []
-
-
-def test_loaders_handed_in_are_judged_by_what_they_are() -> None:
-    source = WITHOUT_LOADER.replace("    dl = DataLoader(data, batch_size=4, shuffle=True)\n", "\n")
-    given = source.replace("train(model)", "train(model, dl)")
-    for each in (source, given):
-        assert found(each, dl=DataLoader([1, 2])) == [LOADER]
-        assert found(each, dl=[1, 2]) == []
-    assert found(given) == [LOADER]
-    assert found(given.replace("dl", "batches")) == []
 
 
 KEEP = "def keep(m):\n    torch.save(m, 'm.pt')\n"
@@ -347,20 +301,12 @@ KEEP = "def keep(m):\n    torch.save(m, 'm.pt')\n"
         ("def train(m, out):\n    if best:\n        m.save_pretrained(out)", [(3, 9)]),
         ('path = Path("out") / "m.pt"\ntorch.save(m, path)', [(2, 1)]),
         ('from safetensors.torch import save_file\nsave_file(w, f"{epoch}.st")', [(2, 1)]),
-        ('np.save("x.npy", x)', [(1, 1)]),
         ('with open("x.pkl", "wb") as f:\n    pickle.dump(x, f)', [(2, 5)]),
-        ('joblib.dump(x, os.path.join(out, "x"))', [(1, 1)]),
         (KEEP + "def train(m):\n    if rank == 0:\n        keep(m)\n    keep(m)", [(2, 5)]),
         ("if rank == 0:\n    print(1)\ntorch.save(m, 'm.pt')", [(3, 1)]),
-        ("def train(m):\n    if rank == 0: print(1)\n    m.save_pretrained('x')", [(3, 5)]),
         (KEEP, [(2, 5)]),  # the last function: all ranks call it
-        ("me = 3\nif me == 0:\n    torch.save(x, 'x.pt')", [(3, 5)]),
         ("me = nbtrain.rank()\nif me == 0:\n    torch.save(x, 'x.pt')", []),
-        ("class A:\n    def keep(self):\n        torch.save(1, 'x.pt')\nA().keep()", []),
         (KEEP + "def train(m):\n    if rank == 0:\n        keep(m)", []),
-        (KEEP + "x = 1", []),
-        ("def a():\n    b()\ndef b():\n    torch.save(1, 'x')\n    a()\nx = 1", []),
-        ("with on_rank_zero():\n    torch.save(x, 'x.pt')", []),
         *(
             (f'accelerator = Accelerator()\nmodel.save_pretrained("out")\n{sharding}', [])
             for sharding in ("model = FSDP(model)", "fully_shard(model)", "c = ParallelismConfig()")
@@ -385,13 +331,6 @@ def test_functions_that_nobody_mentions_are_left_in_peace() -> None:
     assert found(plain.replace("main(model)\n", "print(model)\n")) == [("not-called", 2, 1)]
 
 
-def test_lines_are_counted_as_python_counts_them() -> None:
-    source = "x = 1\x0c\ny = '\u2028\x1c'\naccelerator = Accelerator()\nx.cuda()"
-    assert found(source + "  # nbtrain: ignore") == []
-    assert found(source) == [("device", 4, 1)]
-    assert found("accelerator = Accelerator()\r\nx.cuda()\r\n") == [("device", 2, 1)]
-
-
 # Where the source is
 
 
@@ -408,30 +347,6 @@ def test_functions_of_earlier_cells_are_read_if_the_cell_calls_them_itself() -> 
     assert str(direct.place) == "In[3], line 8"
 
 
-def test_the_shell_says_which_cell_a_file_name_is() -> None:
-    filename = "/tmp/ipykernel_7/123.py"
-    task = cell("go(1)", **defined("\n\ndef go(x):\n    x.cuda()\n", filename))
-    (finding,) = lint.lint(task, name_cell={filename: "In[12]"}.get)
-    assert str(finding.place) == "In[12], line 4"
-    (finding,) = lint.lint(task)
-    assert str(finding.place) == "an earlier cell, line 4"
-
-
-def test_cells_that_ipython_compiled_are_found() -> None:
-    compiler = CachingCompiler()
-    source = "def place(x):\n    x.cuda()\n"
-    filename = compiler.cache(source, 3)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, filename, "exec"), names)
-    known = getattr(compiler, "_filename_map", {})  # IPython 7 has the number in the name instead
-
-    def name_cell(name: str) -> str | None:
-        return f"In[{known[name]}]" if name in known else None
-
-    (finding,) = lint.lint(cell("place(1)", **names), name_cell=name_cell)
-    assert str(finding.place) == "In[3], line 2"
-
-
 def test_the_guide_lists_the_codes() -> None:
     guide = (NOTEBOOKS / "guides" / "lint.md").read_text()
     for code, meaning in lint.CODES.items():
@@ -439,67 +354,6 @@ def test_the_guide_lists_the_codes() -> None:
         assert meaning in guide or code == "accelerator", code
     sources = "".join(p.read_text() for p in Path(lint.__file__).parent.glob("*.py"))
     assert all(sources.count(f'"{code}"') >= 2 for code in lint.CODES)
-
-
-def test_no_other_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is not installed looks like the user's file, and may be of any size."""
-    (tmp_path / "beside.py").write_text("def place(x):\n    x.cuda()\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    beside = importlib.import_module("beside")
-    read: list[str] = []
-    real = linecache.getlines
-    monkeypatch.setattr(linecache, "getlines", lambda name: read.append(name) or real(name))
-    source = "beside.place(1)\nplace(1)\ndumps(1)\nDataLoader(1)"
-    names = {"beside": beside, "place": beside.place, "dumps": json.dumps}
-    assert lint.lint(cell(source, **names, DataLoader=DataLoader)) == ()
-    assert read == []
-    (finding,) = lint.lint(Call(beside.place))  # what is launched itself
-    assert str(finding.place) == "beside.py, line 2"
-    assert lint.lint(Call(json.dumps)) == ()
-
-
-def test_decorators_partials_and_caches_are_seen_through() -> None:
-    source = (
-        "import functools\n\n"
-        "def loud(f):\n    @functools.wraps(f)\n    def inner(*a):\n        return f(*a)\n"
-        "    return inner\n\n"
-        "@loud\n@loud\ndef a(x):\n    x.cuda()\n\n"
-        "@functools.cache\ndef b(x):\n    x.cuda()\n\n"
-        "c = functools.partial(lambda x: x.cuda(), 1)\n\n"
-        "async def d(x):\n    x.cuda()\n"
-    )
-    names = defined(source, "<ipython-input-1-abc>")
-    lines = {"a": 12, "b": 16, "c": 18, "d": 21}
-    for name, line in lines.items():
-        (finding,) = lint.lint(cell(f"{name}(1)", **names))
-        assert str(finding.place) == f"In[1], line {line}"
-        (same,) = lint.lint(Call(names[name]))
-        assert same == finding
-
-
-def test_a_call_knows_what_it_hands_in() -> None:
-    def train(a: Any, b: Any = 1, *, c: Any = None) -> None:
-        a.to(b)
-        a.to(c)
-
-    line = train.__code__.co_firstlineno
-    (finding,) = lint.lint(Call(train, (1, "cuda")))
-    assert (finding.code, str(finding.place)) == ("device", f"test_lint.py, line {line + 1}")
-    (finding,) = lint.lint(Call(functools.partial(train, 1), (), {"c": torch.device("cuda:1")}))
-    assert finding.place.line == line + 2
-    assert lint.lint(Call(train, (1, 2))) == ()
-    captured = "cuda"
-    (finding,) = lint.lint(Call(lambda x: x.to(captured)))
-    assert finding.code == "device"
-
-
-def test_a_bound_method_is_read() -> None:
-    class Runner:
-        def place(self, x: Any) -> None:
-            x.cuda()
-
-    (finding,) = lint.lint(Call(Runner().place, (1,)))
-    assert finding.code == "device"
 
 
 # Silencing
@@ -518,130 +372,29 @@ def test_notes_are_silenced_by_line_and_by_cell() -> None:
 # Hostile input
 
 
-class Hostile:
-    """Raises, or worse, at every question."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError("asked for " + name)
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("compared")
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("asked for truth")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Meta(type):
-    """A class of classes that raises, too."""
-
-    def __getattribute__(cls, name: str) -> Any:
-        raise RuntimeError("asked for " + name)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        raise RuntimeError("asked for instances")
-
-
-class Worse(metaclass=Meta):
-    """An object of it."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("asked for its class")
-
-
-def test_objects_of_the_user_are_not_touched() -> None:
-    source = (
-        "accelerator = Accelerator()\nfor x in h:\n    h.backward()\n    h(x).to(h)\n"
-        "    w.x.step()\n    w().save_pretrained(h)\n    c(device=w)\n"
-        "def train(h, w, c):\n    h.to(w); c(h)\n"
-    )
-    lint.lint(cell(source, h=Hostile(), w=object.__new__(Worse), c=Worse))
-    lint.lint(Call(Hostile.__eq__, (Hostile(), Hostile())))
-    lint.lint(Call(Hostile()))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("source", ["", "# only", "-" * 1000 + "1"])
-def test_what_is_hardly_a_program_has_no_notes(source: str) -> None:
-    assert lint.lint(Cell(source, "<cell>", {})) == ()
-
-
-@pytest.mark.parametrize(
-    "function", [print, len, int, dict.get, functools.partial(print), str.join]
-)
-def test_functions_without_source_have_no_notes(function: Callable[..., Any]) -> None:
-    assert lint.lint(Call(function)) == ()
-    assert lint.lint(cell("f(1)", f=function)) == ()
-
-
-def test_a_function_whose_source_is_gone_or_changed_has_no_notes() -> None:
-    names = defined("def f(x):\n    x.cuda()\n", "<ipython-input-9-f>")
-    for lines in (["x = 1\n"], ["def f(\n"], []):
-        linecache.cache["<ipython-input-9-f>"] = (1, None, lines, "<ipython-input-9-f>")
-        assert lint.lint(cell("f(1)", **names)) == ()
-
-
-def test_functions_that_call_each_other_are_read_once() -> None:
-    source = "def a(x):\n    b(x)\n    x.cuda()\n\ndef b(x):\n    a(x)\n    a(x)\n"
-    names = defined(source, "<ipython-input-4-abc>")
-    assert [str(n.place) for n in lint.lint(cell("a(1); b(2); a(3)", **names))] == ["In[4], line 3"]
-
-
-def test_odd_shapes_do_no_harm() -> None:
-    source = (
-        "from math import *\n"
-        "f = lambda m: (lambda: m.cuda())()\n"
-        "class A:\n    class B:\n        x = [y.cuda() for y in z]\n"
-        "async def g():\n    async for x in y:\n        async with w as v:\n            await v\n"
-        "match a:\n    case {'k': [b, *c]}:\n        pass\n"
-        "def h(*a, b=1, **c):\n    global q\n    q = 1\n    def i():\n        nonlocal b\n"
-        "        b = q\n    return i\n"
-    )
-    assert found(source) == [("device", 2, 24)]
-
-
 _LINES = 'x.cuda()\ntorch.save(x, "x")\n(x + y).backward()\nopt.step()\n'
 
 
-def test_what_is_too_long_is_not_read() -> None:
-    with pytest.raises(lint.SourceTooLongError):
-        lint.lint(Cell(_LINES * 2000, "<cell>", {}))
-
-
-@pytest.mark.parametrize(
-    "lines", [_LINES, "x.cuda();", "x = x.to(x)\n", "x = x\ntorch.save(x, x)\n"]
-)
 @pytest.mark.timing
-def test_a_source_of_ten_times_the_length_takes_ten_times_as_long(lines: str) -> None:
+def test_a_source_of_ten_times_the_length_takes_ten_times_as_long() -> None:
     def seconds(chars: int) -> float:
         start = time.thread_time()
-        lint.lint(Cell(lines * (chars // len(lines)), "<cell>", {}))
+        lint.lint(Cell(_LINES * (chars // len(_LINES)), "<cell>", {}))
         return time.thread_time() - start
 
     # A hundred times as long if it looked from each line at all others.
     assert min(seconds(50_000) for _ in range(3)) < 50 * min(seconds(5_000) for _ in range(3))
 
 
-@pytest.mark.parametrize("error", [RecursionError, lint.SourceTooLongError, RuntimeError])
-def test_no_launch_ends_by_what_its_advice_meets(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_launch_ends_by_what_its_advice_meets(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise error("with a value of the user's")
+        raise RecursionError("with a value of the user's")
 
     monkeypatch.setattr(lint, "read", fail)
     run = run_plan(Plan(cell("3"), "train", num_processes=1, view="none"))
     assert run.value == 3
     log = (run.folder / "launcher.log").read_text()
-    assert f"the lint was given up: {error.__name__}\n" in log
-
-
-def test_a_cell_that_is_too_long_to_be_read_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = f"x = '{'.' * 10**6}'\nlen(x)"
-    run = run_plan(Plan(cell(source), "train", num_processes=1, view="none"))
-    assert run.value == 10**6
-    assert "the lint was given up: SourceTooLongError" in (run.folder / "launcher.log").read_text()
+    assert "the lint was given up: RecursionError\n" in log
 
 
 # Migration
@@ -734,106 +487,6 @@ def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
     assert trained(Call(names["train"], (names["model"],))) == (True, False)
 
 
-def test_odd_ways_of_placing_are_migrated() -> None:
-    source = (
-        'device = "cuda"\n'
-        "def train(model, loader):\n"
-        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "    model.to(device)\n"
-        "    for batch in loader:\n"
-        '        batch = {k: v.to("cuda") for k, v in batch.items()}\n'
-        "        loss = model((batch + 1).cuda(non_blocking=True).half()).loss\n"
-        "        loss.backward()  # ß\n"
-        "        optimizer.step()\n"
-        "        mask = torch.zeros(1).to(device)\n"
-    )
-    result = edited(lint.lint(cell(source)), source)
-    assert result == (
-        "from accelerate import Accelerator\n"
-        'device = "cuda"\n'
-        "def train(model, loader):\n"
-        "    accelerator = Accelerator()\n"
-        "    device = accelerator.device\n"
-        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "    model.to(device)\n"
-        "    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n"
-        "    for batch in loader:\n"
-        "        batch = {k: v.to(accelerator.device) for k, v in batch.items()}\n"
-        "        loss = model((batch + 1).to(accelerator.device, non_blocking=True).half()).loss\n"
-        "        accelerator.backward(loss)  # ß\n"
-        "        optimizer.step()\n"
-        "        mask = torch.zeros(1).to(device)\n"
-    )
-    assert found(source) == [("migrate", 8, 9)]
-
-
-def test_devices_within_the_loss_are_migrated_with_it() -> None:
-    source = PLAIN["model handed in"].replace("loss = criterion(model(x), y)\n", "pass\n")
-    source = source.replace(
-        "loss.backward()", "criterion(model(x.cuda()), y.to('cuda')).backward()"
-    )
-    result = edited(lint.lint(cell(source, **things())), source)
-    rank = "accelerator.device"
-    assert f"accelerator.backward(criterion(model(x.to({rank})), y.to({rank})))\n" in result
-
-
-def test_a_loader_that_the_cell_makes_beside_the_function_is_not_asked_of_the_notebook() -> None:
-    source = "loader = DataLoader(d)\ndef train(model, optimizer):\n    for x in loader:\n"
-    source += "        loss = model(x)\n        loss.backward()\n        optimizer.step()"
-    assert found(source) == []
-    (first, *_) = lint.lint(cell(source.partition("\n")[2], **things()))
-    assert first.edits
-
-
-def test_another_variable_of_the_models_name_stays_as_it_is() -> None:
-    helper = "def head(net):\n    return net.head\n\n"
-    source = helper + PLAIN["no function"].lstrip("\n") + "head(net)\n"
-    result = edited(lint.lint(cell(source, **things())), source)
-    assert "    return net.head\n" in result
-    assert result.endswith("head(accelerator.unwrap_model(net))\n")
-
-
-def test_only_what_the_loop_has_goes_through_prepare() -> None:
-    def prepare(name: str) -> str:
-        result = edited(lint.lint(cell(PLAIN[name], **things())), PLAIN[name])
-        return next(line.strip() for line in result.split("\n") if ".prepare(" in line)
-
-    names = "net, opt, train_loader, scheduler"
-    assert prepare("no function") == f"{names} = accelerator.prepare({names})"
-    # A scheduler that steps once an epoch would step once a rank if it were prepared.
-    names = "model, opt, loader"
-    assert prepare("loaded weights, evaluation") == f"{names} = accelerator.prepare({names})"
-
-
-def test_a_device_that_is_used_elsewhere_is_the_accelerators() -> None:
-    source = PLAIN["no function"]
-    result = edited(lint.lint(cell(source, **things())), source)
-    assert "\naccelerator = Accelerator()\ndevice = accelerator.device\nnet = " in result
-    assert "    inputs = inputs.to(device)\n" in result
-    assert "accelerator.clip_grad_norm_(net.parameters(), max_norm=1.0)" in result
-    only = PLAIN["model handed in"].replace(
-        'model.to("cuda")', 'device = "cuda"\n    model = model.to(device)'
-    )
-    result = edited(lint.lint(cell(only, **things())), only)
-    assert "    device = accelerator.device\n    model = model.to(device)\n" in result
-    inside = "def train(model):\n    model.to(device)"
-    captured = PLAIN["model handed in"].replace("(model(x)", "(model(x.to(device))")
-    task = cell(captured, device="cuda", **things())
-    result = edited(lint.lint(task, device="cuda"), captured)
-    assert "    accelerator = Accelerator()\n    device = accelerator.device\n" in result
-    assert found(inside, device="cuda") == [("device", 2, 14)]
-
-
-def test_a_plain_loop_is_found_whatever_its_own_names_are() -> None:
-    source = PLAIN["everything handed in"]
-    torchs = f"device = torch.accelerator.current_accelerator()\n{source}"
-    own = f"class Trainer:\n    pass\nTrainer()\n{source}"
-    for each in (torchs, own):
-        assert [code for code, *_ in found(each)] == ["migrate"]
-    for each in (own.replace("Trainer:", "Trainer(Base):"), f"import keras\n{source}"):
-        assert "migrate" not in [code for code, *_ in found(each)]
-
-
 @pytest.mark.parametrize("name", UNCERTAIN)
 def test_a_loop_that_cannot_be_migrated_with_certainty_is_left_in_peace(name: str) -> None:
     assert found(UNCERTAIN[name].replace("cuda", "cpu")) == []
@@ -846,10 +499,8 @@ ON_THE_CPU = PLAIN["everything handed in"].replace("cuda", "cpu")
     "source",
     [
         ON_THE_CPU.replace(".backward(retain_graph=True)", ""),
-        ON_THE_CPU.replace("optimizer.step", "env.step"),
         "import torch.distributed as dist\n" + ON_THE_CPU,
         ON_THE_CPU.replace("seen = 0.0", "seen = nbtrain.rank()"),
-        ON_THE_CPU.replace("seen = 0.0", "seen = int(os.environ['RANK'])"),
         "# nbtrain: ignore[migrate]\n" + ON_THE_CPU,
     ],
 )
@@ -864,15 +515,3 @@ def test_a_loop_is_left_as_it_is_where_that_is_asked_for_and_on_one_rank() -> No
     )
     assert lint.lint(cell(source, **things())) == ()
     assert lint.lint(cell(PLAIN["model handed in"], **things()), ranks=1) == ()
-
-
-def test_edits_are_made_by_line() -> None:
-    edits = [
-        lint.Edit(1, insert="first"),
-        lint.Edit(1, insert="second"),
-        lint.Edit(2, delete=True),
-        lint.Edit(3, delete=True, insert="C"),
-        lint.Edit(9, insert="last"),
-    ]
-    assert lint.apply_edits("a\nb\nc", edits) == "first\nsecond\na\nC\nlast"
-    assert lint.apply_edits("a\n", []) == "a\n"

@@ -6,6 +6,7 @@ import pytest
 
 from nbtrain.checks import lint
 from nbtrain.planning.cell import read_cell
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 TRAIN = "def train(model):\n    accelerator.backward(model.loss)\n"
@@ -32,8 +33,7 @@ def test_a_magic_above_the_function_is_refused(notebook: Notebook) -> None:
         "line 2, column 1: `%%time` runs the rest of the cell by itself, so nothing calls "
         "train(). Delete this line"
     ) in out.evalue
-    out = notebook.run("%%distributed -n 1\n%%time\nprint('one', 'two')")
-    assert out.ename == ""
+    must_run(notebook, "%%distributed -n 1\n%%time\nprint('one', 'two')")
 
 
 def test_a_statement_behind_the_function_is_no_call() -> None:
@@ -47,11 +47,8 @@ def test_a_statement_behind_the_function_is_no_call() -> None:
     [
         "train(model)",
         "def main():\n    train(model)",
-        "def main():\n    go(globals()['train'])",
-        "class Fitter:\n    def run(self):\n        train(1)\nFitter().run()",
         "def run_training(model):\n    trainer.fit(model)",
         "def go(model):\n    model.fit()",
-        "steps = {'a': train}\ndef go():\n    steps['a'](1)",
     ],
 )
 def test_a_function_that_something_calls_is_left_in_peace(rest: str) -> None:
@@ -64,8 +61,6 @@ def test_a_function_that_something_calls_is_left_in_peace(rest: str) -> None:
     [
         "train(step)\ndef h(): pass",
         "def fit(): pass\nfit()\ndef train(): pass",
-        "import atexit\n@atexit.register\ndef train(): pass",
-        "hooks = {'end': lambda: train()}\ndef train(): pass",
         "def helper(): return 1",
     ],
 )

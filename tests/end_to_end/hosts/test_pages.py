@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 
 CELL = """%%distributed -n 2
@@ -43,8 +44,7 @@ def check(page: Notebook, host: str, metadata: dict[str, Any] | None = None) -> 
         if any("running" in board for board in widgets + pages):
             go.touch()
 
-    out = page.run(CELL, during=look)
-    assert out.ename == "", out.traceback
+    out = must_run(page, CELL, during=look)
     assert "succeeded" in out.updates[-1]["text/html"]
     assert page.value("nbtrain.last_run().results") == [0, 1]
     page.metadata = None

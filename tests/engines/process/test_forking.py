@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -52,20 +55,6 @@ def test_ranks_compute_in_parallel_after_the_notebook_did() -> None:
     wait_until(lambda: not any(t.name == "nbtrain-fork" for t in threading.enumerate()))
 
 
-def test_ranks_use_scikit_learn_after_the_notebook_did() -> None:
-    ensemble = pytest.importorskip("sklearn.ensemble")  # up to 1.7, with an OpenMP of GCC 4.8
-    x = torch.rand(5000, 20, generator=torch.manual_seed(0)).numpy()
-    y = (x[:, 0] > 0.5).astype(int)
-
-    def fit() -> float:
-        model = ensemble.HistGradientBoostingClassifier(max_iter=5)
-        return float(model.fit(x, y).score(x, y))
-
-    assert fit() > 0.9
-    run = nbtrain.launch(fit, num_processes=2, view="none", timeout=60)
-    assert all(score > 0.9 for score in run.results)
-
-
 @pytest.mark.usefixtures("_pool")
 def test_a_rank_is_what_the_notebooks_main_thread_was() -> None:
     def train() -> tuple[object, ...]:
@@ -82,10 +71,16 @@ def test_a_rank_is_what_the_notebooks_main_thread_was() -> None:
     assert run.value == (True, False, "MainThread", False, "meta")
 
 
-def test_a_failed_fork_is_raised_where_it_was_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise OSError(11, "Resource temporarily unavailable")
+def test_a_failed_fork_ends_the_ranks_that_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, forks, fork = psutil.Process().children(), [], os.fork
 
-    monkeypatch.setattr(forking.os, "fork", refuse)
-    with pytest.raises(nbtrain.errors.LaunchError, match="0 of 2 processes could be forked"):
-        nbtrain.launch(int, num_processes=2, view="none")
+    def refuse_the_third() -> int:
+        forks.append(1)
+        if len(forks) == 3:
+            raise OSError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(forking.os, "fork", refuse_the_third)
+    with pytest.raises(nbtrain.errors.LaunchError, match="2 of 3 processes could be forked"):
+        nbtrain.launch(time.sleep, 60, num_processes=3, view="none")
+    assert psutil.Process().children() == before

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -18,12 +15,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 import nbtrain
-from nbtrain.engines.process import orphan_reaper
-from nbtrain.engines.process.orphan_reaper import OrphanReaper, signal_sessions, write_ledger
+from nbtrain.engines.process.orphan_reaper import signal_sessions, write_ledger
 from nbtrain.errors import RankDied
-from nbtrain.lifecycle import supervisor
-from nbtrain.lifecycle.supervisor import Supervisor
-from nbtrain.tracking.state import RunState
+from tests.support.cells import the_last_run
 from tests.support.waiting import is_gone, wait_until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -69,8 +63,7 @@ def test_shared_memory_of_a_rank_that_is_killed_is_deleted() -> None:
 
     with pytest.raises(RankDied):
         nbtrain.launch(train, num_processes=2, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     names = [run.logs(rank).split()[0] for rank in (0, 1) if run.logs(rank)]
     assert names
     wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names))
@@ -91,14 +84,6 @@ def test_after_a_run_neither_reaper_nor_scratch_folder_is_there(temporary: Path)
     assert str(temporary) in seen[0]
     assert not list(temporary.iterdir())
     assert psutil.Process().children() == before
-
-
-def test_where_no_process_can_be_started_the_run_goes_on_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert nbtrain.launch(int, num_processes=1, view="none").value == 0
-    OrphanReaper(str(tmp_path)).close()
 
 
 LAUNCHER = """
@@ -136,69 +121,6 @@ def test_a_launcher_that_is_killed_is_cleaned_up_after(tmp_path: Path) -> None:
         reaped.wait()
 
 
-@pytest.mark.parametrize("why", [FileNotFoundError, OSError(24, "Too many open files")])
-def test_without_proc_the_process_group_is_still_found(
-    monkeypatch: pytest.MonkeyPatch, why: OSError
-) -> None:
-    def no_proc(_path: str) -> list[str]:
-        raise why
-
-    leader = subprocess.Popen(["sh", "-c", "sleep 600 & wait"], start_new_session=True)
-    try:
-        wait_until(lambda: psutil.Process(leader.pid).children())
-        (child,) = psutil.Process(leader.pid).children()
-        monkeypatch.setattr(orphan_reaper.os, "listdir", no_proc)
-        signal_sessions([leader.pid], signal.SIGTERM)
-        monkeypatch.undo()
-        wait_until(lambda: is_gone(child.pid))
-        assert leader.wait() == -signal.SIGTERM
-    finally:
-        leader.kill()
-
-
-@linux
-@pytest.mark.usefixtures("temporary")  # without descriptors, the scratch folder stays
-def test_a_kernel_that_runs_out_of_descriptors_during_a_run_still_has_its_result(
-    temporary: Path,
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    eaten = temporary / "eaten"
-    children = psutil.Process().children()
-    held: list[int] = []
-
-    def eat(state: RunState) -> None:
-        if not held and all(rank.status == "running" for rank in state.ranks):
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(os.open("/dev/null", os.O_RDONLY))
-            eaten.mkdir()  # which takes no descriptor
-
-    def train() -> int:
-        wait_until(eaten.exists, timeout=60)
-        time.sleep(0.2)
-        return 1
-
-    watch = supervisor.Supervisor.watch
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, before[1]))
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-
-            def watching(self: Supervisor, *args: object) -> None:
-                shown = self.show
-                self.show = lambda state, now: (eat(state), shown(state, now))[1]
-                watch(self, *args)  # type: ignore[arg-type]
-
-            patch.setattr(supervisor.Supervisor, "watch", watching)
-            run = nbtrain.launch(train, num_processes=2, view="none")
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert held
-    assert run.results == [1, 1]
-    assert psutil.Process().children() == children
-
-
 def test_sockets_have_room_in_a_long_folder_of_temporary_files(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,14 +132,3 @@ def test_sockets_have_room_in_a_long_folder_of_temporary_files(
         return len(list(DataLoader(range(8), num_workers=1, batch_size=4)))  # type: ignore[arg-type]
 
     assert nbtrain.launch(train, num_processes=1, view="none").value == 2
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_a_launcher_that_is_gone_already_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
-) -> None:
-    if not told:
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
-    (tmp_path / "scratch").mkdir()
-    orphan_reaper.main(os.getpid(), tmp_path / "scratch")  # it is no parent of ours
-    assert not (tmp_path / "scratch").exists()

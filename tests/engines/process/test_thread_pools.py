@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
-import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from nbtrain.engines.process import thread_pools
 from nbtrain.engines.process.forking import fork_process
+from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 
 POOLS = {
@@ -51,13 +49,13 @@ def test_a_function_that_the_notebook_compiled_is_compiled_for_another_shape_in_
 ) -> None:
     notebook = start_kernel(environment={"TORCHINDUCTOR_COMPILE_THREADS": "2"})
     notebook.run("%load_ext nbtrain\nimport os, nbtrain, torch")
-    out = notebook.run(
+    must_run(
+        notebook,
         "os.environ['TORCHINDUCTOR_CACHE_DIR'] = os.path.abspath('compiled')\n"
         "compiled = torch.compile(lambda x: (x.sin() * 0 + 1).sum())\n"
         "assert compiled(torch.ones(32)) == 32",
         timeout=200,
     )
-    assert out.ename == ""
     cell = (
         "%%distributed -n 2 --hang-after 150 --on-hang stop\n"
         "def train():\n"
@@ -88,38 +86,6 @@ def test_a_child_begins_with_an_empty_pool_while_its_parent_has_work_in_it() -> 
         assert (busy.result(), waits.result()) == (1, os.getpid())
 
 
-def test_a_pool_of_another_make_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        monkeypatch.setitem(thread_pools._PARTS, "_part_of_another_version", list)
-        assert pool not in thread_pools.used_pools()
-
-
-def test_threads_and_pools_of_another_make_are_left_alone() -> None:
-    class Named(threading.Thread):
-        def __init__(self) -> None:
-            super().__init__(target=done.wait, daemon=True)
-            self._args = types.SimpleNamespace(lr=0.1)  # its own, by chance
-
-        def run(self) -> None:
-            done.wait()
-
-    class Sorted(ThreadPoolExecutor):
-        def __init__(self) -> None:
-            super().__init__(1)
-            self._work_queue = queue.PriorityQueue()  # type: ignore[assignment]
-
-    done, pool = threading.Event(), Sorted()
-    thread = Named()
-    thread.start()
-    try:
-        assert pool not in thread_pools.used_pools()
-    finally:
-        done.set()
-        pool.shutdown(wait=False)
-        thread.join()
-
-
 SCORES = """
 import joblib, numpy as np
 from sklearn.linear_model import LinearRegression
@@ -137,8 +103,7 @@ def test_a_pool_of_joblibs_that_the_notebook_used_works_in_ranks_and_after_them(
     notebook.run(f"import os\nos.environ['JOBLIB_TEMP_FOLDER'] = {str(tmp_path)!r}")
     notebook.run(SCORES)
     assert notebook.value("scores()") == [1.0] * 3
-    out = notebook.run("%%distributed -n 2\ndef train():\n    return scores()", timeout=60)
-    assert not out.ename, out.traceback
+    must_run(notebook, "%%distributed -n 2\ndef train():\n    return scores()", timeout=60)
     assert notebook.value("nbtrain.last_run().results") == [[1.0] * 3] * 2
     assert notebook.value("scores()") == [1.0] * 3
     notebook.run("from joblib.externals.loky import get_reusable_executor")
