@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
 from nbtrain import engines
+from nbtrain.engines import rendezvous
 from nbtrain.errors import PreflightError, RankDied, ResultNotPicklable
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
@@ -572,3 +573,11 @@ def test_random_numbers_are_those_the_notebook_would_have_drawn(engine: str) -> 
     run = launch(engine, draw, n=2)
     here = draw()
     assert run.results == [here, here]
+
+
+def test_the_store_listens_on_loopback_only() -> None:
+    listener = rendezvous.bind(None)
+    address = listener.getsockname()[0]
+    store = rendezvous.serve(listener)
+    store.set("key", "value")
+    assert (address, store.get("key")) == ("127.0.0.1", b"value")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from nbtrain.errors import RankDied
 from tests.support import runs, shared_memory
 from tests.support.cells import must_run
 from tests.support.kernel import Notebook
+from tests.support.waiting import is_gone, wait_until
 
 launch = functools.partial(runs.launch, engine="spawn")
 
@@ -369,3 +371,22 @@ def test_a_module_of_the_folder_that_is_named_like_pythons_own_does_no_harm(
     kernel = start_kernel()
     kernel.run("import nbtrain\n%load_ext nbtrain\nopen('json.py', 'w').close()")
     must_run(kernel, "%distributed -n 1 -e spawn 1 + 1")
+
+
+@pytest.mark.slow
+def test_they_end_with_the_launcher(tmp_path: Path) -> None:
+    script = (
+        "import nbtrain, os, time\n"
+        "def train():\n"
+        f"    open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "nbtrain.launch(train, num_processes=2, engine='spawn', view='none')\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, timeout=30)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    pids = [int(p.name) for p in tmp_path.iterdir()]
+    wait_until(lambda: all(map(is_gone, pids)))

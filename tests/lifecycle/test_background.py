@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import queue
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import nbtrain
 from nbtrain.errors import PlanError, PreflightError
@@ -148,9 +155,9 @@ def test_a_second_run_is_told_of_the_first(notebook: Notebook) -> None:
 
 
 def test_on_gpus_a_second_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbtrain.system.gpus.gpu_count", lambda *_: 1)
     run = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none")
     try:
-        monkeypatch.setattr("nbtrain.system.gpus.gpu_count", lambda *_: 1)
         with pytest.raises(PreflightError, match=run.folder.name):
             nbtrain.launch(int)
     finally:
@@ -258,3 +265,80 @@ def test_a_detached_run_does_not_hold_the_kernels_output(
     assert notebook.value("bool(output) and output <= held(os.getpid())")
     assert notebook.value("sorted(output & (held(watcher) | held(run.state.ranks[0].pid)))") == []
     notebook.run("run.stop()")
+
+
+@pytest.mark.slow
+def test_a_terminal_lists_shows_and_stops_what_a_kernel_runs(
+    start_kernel: Callable[..., Notebook], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = start_kernel()
+    kernel.run(LOAD)
+    kernel.run(train("--detach", steps=100_000))
+    run = kept(tmp_path / "home", monkeypatch)
+    wait_until(lambda: "step 3" in run.logs(1), timeout=30)
+    wait_until(lambda: run.state.status == "running", timeout=30)
+
+    def ask(*words: str) -> str:
+        command = [str(Path(sys.executable).with_name("nbtrain")), *words]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert asked.returncode == 0, asked.stderr
+        return asked.stdout
+
+    name = run.folder.name
+    assert re.search(rf"{name} .* running ", ask("runs"))
+    assert "rank 1: running" in ask("show", name)
+    assert ask("logs", name, "--rank", "1", "--tail", "1").startswith("step ")
+    assert f"{name}: interrupted by `nbtrain stop`" in ask("stop", name)
+    assert all(map(is_gone, pids(Run.open(run.folder))))
+    assert "has ended: interrupted" in ask("stop", name)
+
+
+def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:
+    """What the functions below do, with signs of life before and one after."""
+    wait_until(lambda: nbtrain.log(loss=1.0) or go.exists(), 60)
+    nbtrain.log(loss=2.0)
+    with torch.no_grad():
+        model.weight.fill_(3)
+    return "done"
+
+
+def read(*paths: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in paths)
+
+
+def vanish(folder: Path) -> None:
+    """Delete a folder, at once as far as the processes see that write to it."""
+    shutil.rmtree(folder.rename(folder.with_name("vanished")))
+
+
+@pytest.mark.parametrize("how", [{}, {"background": True}], ids=str)
+def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
+    how: dict[str, bool], tmp_path: Path, run_root: Path
+) -> None:
+    returned = queue.SimpleQueue[nbtrain.Run]()  # else the launch is asked about a folder of none
+
+    def delete() -> None:
+        wait_until(lambda: b"loss" in read(*run_root.glob("runs/*/rank-0000.jsonl")), 60)
+        if how:  # and it has been read here, too
+            launched = returned.get(timeout=60)
+            wait_until(lambda: bool(launched.state.ranks[0].metrics), 60)
+        (folder,) = run_root.glob("runs/*")
+        vanish(run_root)
+        wait_until((folder / "run.json").exists, 30)
+        # A rank looks for its file now and then: what it writes before goes with the old one.
+        wait_until((folder / "rank-0000.jsonl").exists, 30)
+        (tmp_path / "go").touch()
+
+    model = torch.nn.Linear(1, 1)
+    with ThreadPoolExecutor(1) as other:
+        deleted = other.submit(delete)
+        options: dict[str, Any] = {"num_processes": 1, "view": "none", **how}
+        run = nbtrain.launch(until_told_to_go, tmp_path / "go", model, **options)
+        returned.put(run)
+        run.wait()
+        deleted.result()
+    assert (run.state.status, run.value, model.weight.item()) == ("succeeded", "done", 3)
+    for state in (run.state, Run.open(run.folder).state):
+        assert "was deleted" in str(state.notes)
+        assert state.ranks[0].metrics == {"loss": 2.0}
+    assert run not in background_runs()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import accelerate
 import pytest
 
 import nbtrain
-from nbtrain.errors import PlanError
+from nbtrain.errors import PlanError, PreflightError
+from nbtrain.lifecycle import launcher
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
+from nbtrain.planning.plan import Call, Plan
 from nbtrain.tracking import pruning, run_folder
 from tests.support.cells import the_last_run
 
@@ -189,3 +193,34 @@ def test_a_result_that_is_damaged_is_named() -> None:
     (run.folder / "rank-0001.result").write_bytes(b"\x80\x05garbage")
     with pytest.raises(nbtrain.NbtrainError, match=r"rank-0001\.result is damaged"):
         _ = reopened.results
+
+
+@pytest.mark.parametrize(
+    ("other", "device", "options", "is_refused"),
+    [
+        ("cuda", "cuda", {}, True),
+        ("cuda", "cuda", {"env": {"CUDA_VISIBLE_DEVICES": "1"}}, False),
+        ("cpu", "cuda", {}, False),
+        ("cuda", "cpu", {}, False),
+        ("xla", "xla", {}, True),
+    ],
+)
+def test_a_run_in_the_background_stands_in_the_way_of_one_on_the_same_device(
+    other: str,
+    device: str,
+    options: dict[str, Any],
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = SimpleNamespace(
+        state=SimpleNamespace(device=other, is_live=False),
+        folder=SimpleNamespace(name="20261129-train"),
+    )
+    monkeypatch.setattr(launcher, "background_runs", lambda: [run])
+    plan = Plan(Call(len, ()), "test", **options)
+    if is_refused:
+        with pytest.raises(PreflightError):
+            launcher._check_other_runs(plan, device)
+    else:
+        codes = [finding.code for finding in launcher._check_other_runs(plan, device)]
+        assert codes == ["run-in-background"]

@@ -585,6 +585,31 @@ main(model)
 """Loops for one device that can be migrated. Each ends in (parameters, what the rank saw)."""
 
 UNCERTAIN = {
+    "an else after a rank's own loss leaves the loop": """
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = 9.0
+    for epoch in range(9):
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+        if loss < best:
+            best = loss.item()
+        else:
+            break
+""",
+    "a while over a rank's own loss": """
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best = 9.0
+    while best > 0.1:
+        for x, y in loader:
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            best = loss.item()
+""",
     "the loop is a function of its own": """
 def epoch(model, loader, optimizer):
     for x, y in loader:

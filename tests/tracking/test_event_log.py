@@ -11,7 +11,9 @@ import pytest
 
 from nbtrain.system.files import Tail
 from nbtrain.tracking import events as ev
+from nbtrain.tracking import reducers
 from nbtrain.tracking.event_log import EventWriter, read_events
+from nbtrain.tracking.state import RankState, RunState
 
 
 @pytest.mark.parametrize(
@@ -135,3 +137,14 @@ def test_metrics_are_written_as_other_events_are(
     written, expected = json.loads(path.read_bytes()), json.loads(ev.to_line(event))
     expected.pop("at") if not event.at else None
     assert repr(sorted(written.items())) == repr(sorted(expected.items()))
+
+
+def test_what_versions_up_to_0_2_wrote_of_the_end_of_a_rank_is_read() -> None:
+    line = b'{"kind": "ended", "time": 1.0, "rank": 0, "error": "sys.exit(3) at line 4", '
+    line += b'"evidence": ["seen", 7, ["disk full", "no room"], ["x"]]}'
+    event = ev.from_line(line)
+    assert isinstance(event, ev.Ended)
+    assert event.evidence == (("", "seen"), ("disk full", "no room"))
+    state = reducers.fold(RunState("t", "fork", (RankState(0),), 0.0), [event])
+    assert state.ranks[0].has_called_exit
+    assert [each.text for each in state.ranks[0].evidence] == ["seen", "no room"]

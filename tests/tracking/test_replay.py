@@ -235,3 +235,14 @@ def test_a_mutated_manifest_opens_or_says_what_is_wrong(seed: int) -> None:
     assert not told or "run.json" in told
     assert "\n" not in told
     assert catalog.page(catalog.run_infos())
+
+
+def test_a_manifest_of_an_older_version_or_with_odd_texts_opens() -> None:
+    folder = written({0: training(0, 4)})
+    folder.manifest.write_text(json.dumps({"name": "old", "created": 5.0, "num_processes": 1}))
+    state = Run.open(folder.path).state
+    assert (state.mixed_precision, state.device, state.notes) == ("no", "cpu", ())
+    odd = {**MANIFEST, "name": 3, "engine": None, "device": [], "notes": 7, "host": [], "env": 1}
+    folder.manifest.write_text(json.dumps(odd))
+    assert "3" in Run.open(folder.path)._repr_html_()
+    assert len(catalog.run_infos()) == 1

@@ -136,3 +136,23 @@ def test_a_temporary_file_replaces_a_forbidden_memory_file(
         file.write(b"x")
         file.seek(0)
         assert file.read() == b"x"
+
+
+def test_a_message_that_is_not_json_counts_as_the_end(pair: tuple[Channel, Channel]) -> None:
+    here, there = pair
+    text = b"not JSON"
+    os.write(here.fileno(), struct.pack("!IQ", len(text), 0) + text)
+    with pytest.raises(EOFError, match="JSON"):
+        there.receive()
+
+
+def test_an_unknown_sender_cannot_send_data() -> None:
+    listener = Listener("127.0.0.1")
+    there, here = connect(listener.address), listener.accept(5)
+    assert here is not None
+    with fill_memory_file(lambda file: file.write(b"x" * 100)) as file:
+        there.send({"secret": "a guess"}, file.fileno())
+    with pytest.raises(EOFError, match="bytes"):
+        here.receive()
+    for end in (here, there, listener):
+        end.close()

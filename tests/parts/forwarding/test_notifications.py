@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nbtrain
 from tests.support.hangs import launched
@@ -206,3 +208,19 @@ def test_a_cell_on_live_ranks_is_tracked_and_told(
     kernel.run("%nbtrain stop")
     assert inbox.empty()
     wait_until(lambda: len(list((tmp_path / "runs").iterdir())) == 2, 60)
+
+
+def test_a_run_whose_result_is_wrong_is_no_success(server: tuple[str, Inbox]) -> None:
+    def diverge() -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            (model(torch.ones(1, 2)).sum() * math.nan).backward()
+            optimizer.step()
+
+    url, inbox = server
+    run = launch(diverge, n=1, notify=url)
+    assert run.state.flaw
+    message = inbox.get(timeout=60)
+    assert message["type"] == "warning"
+    assert message["message"].splitlines()[0] == run.state.notes[0]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nbtrain
+from nbtrain.planning.option_types import SOURCES
 from nbtrain.tracking import events as ev
 from tests.support.loop_table import (
     LoopTable,
@@ -318,3 +319,19 @@ def test_without_the_steps_there_are_last_figures(sources: tuple[str, ...]) -> N
     update = last(launch(train, telemetry=sources))
     assert (update.steps, update.samples) == (0, 8)
     assert update.loss == (2.0 if "loss" in sources else None)
+
+
+def test_every_source_can_be_left_out() -> None:
+    def train() -> None:
+        from tqdm import tqdm
+
+        plain_loop()
+        list(tqdm(range(3)))
+
+    quiet = events(launch(train, telemetry=()))
+    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
+    for source, absent in (("loss", "loss"), ("steps", "lr"), ("data", "batch")):
+        told = last(launch(train, telemetry=[s for s in SOURCES if s != source]))
+        assert getattr(told, absent) is None
+    with pytest.raises(nbtrain.NbtrainError, match="no telemetry 'speed'"):
+        launch(train, telemetry=["speed"])
