@@ -25,19 +25,19 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS = {
-    "(root)": Ceiling(200, 4.7, 0.0, 0),
-    "checks": Ceiling(1_790, 4.4, 0.0, 6),
-    "commands": Ceiling(1_060, 2.5, 1.3, 5),
-    "engines": Ceiling(1_630, 5.9, 0.0, 7),
-    "hangs": Ceiling(1_730, 5.9, 1.4, 14),
-    "lifecycle": Ceiling(2_000, 5.8, 1.3, 16),
-    "parts": Ceiling(7_070, 3.2, 0.8, 31),
-    "planning": Ceiling(1_970, 5.0, 0.0, 3),
-    "system": Ceiling(1_420, 5.4, 0.6, 7),
-    "tracking": Ceiling(2_660, 4.4, 0.9, 34),
-    "transport": Ceiling(2_540, 2.3, 0.0, 6),
-    "ui": Ceiling(3_580, 4.4, 0.9, 8),
-    "worker": Ceiling(3_630, 3.9, 0.0, 16),
+    "(root)": Ceiling(200, 4.5, 0.0, 0),
+    "checks": Ceiling(1_790, 4.9, 0.0, 6),
+    "commands": Ceiling(1_060, 2.4, 1.3, 5),
+    "engines": Ceiling(1_630, 4.9, 0.0, 7),
+    "hangs": Ceiling(1_730, 5.0, 1.4, 14),
+    "lifecycle": Ceiling(2_000, 5.7, 1.3, 15),
+    "parts": Ceiling(7_070, 4.3, 0.8, 27),
+    "planning": Ceiling(1_970, 5.6, 0.0, 3),
+    "system": Ceiling(1_410, 5.9, 0.6, 7),
+    "tracking": Ceiling(2_650, 5.0, 0.9, 31),
+    "transport": Ceiling(2_540, 2.1, 0.0, 6),
+    "ui": Ceiling(3_580, 4.2, 0.9, 8),
+    "worker": Ceiling(3_630, 4.1, 0.0, 16),
 }
 
 

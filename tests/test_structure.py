@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -71,7 +72,10 @@ def _imports(path: Path) -> set[str]:
     return imported
 
 
-IMPORTS = {name: _imports(path) for name, path in MODULES.items() if name}
+@functools.cache
+def _all_imports() -> dict[str, set[str]]:
+    """Return what each module imports; not when the tests are collected, as it takes seconds."""
+    return {name: _imports(path) for name, path in MODULES.items() if name}
 
 
 def _part(name: str) -> str:
@@ -79,7 +83,7 @@ def _part(name: str) -> str:
 
 
 def test_rooms_only_import_rooms_below_them() -> None:
-    for name, imported in IMPORTS.items():
+    for name, imported in _all_imports().items():
         level = ROOMS.index(name.split(".")[0])
         for other in imported:
             assert other, f"{name} imports from the package's root"
@@ -91,11 +95,11 @@ def test_observers_patch_nothing() -> None:
     """They are told by `worker/hooks`; `integrations` changes what libraries draw and know."""
     for name, path in MODULES.items():
         if name.startswith("worker.observers.") and not name.endswith("integrations"):
-            assert "system.instrumentation" not in IMPORTS[name], path
+            assert "system.instrumentation" not in _all_imports()[name], path
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    left = dict(IMPORTS)
+    left = dict(_all_imports())
     while leaves := [name for name, imported in left.items() if not imported & left.keys()]:
         for name in leaves:
             del left[name]

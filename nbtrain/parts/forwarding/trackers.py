@@ -264,8 +264,7 @@ class Machine:
             for name, value in _figures(event):
                 self._since, self._last = self._since or event.time, event.time
                 self._values.setdefault(f"system/{name}", []).append(value)
-        is_due = self._last > self._since + MACHINE_REPORT_INTERVAL_S
-        return self.means() if is_due else {}
+        return self.means() if self._last > self._since + MACHINE_REPORT_INTERVAL_S else {}
 
     def means(self) -> dict[str, float]:
         """Return the figures since the last ones."""

@@ -85,9 +85,7 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     """
     global _last_options
     old = live_ranks.current()
-    given = split_line(text)
-    if name == "restart":
-        given = given or _last_options
+    given = split_line(text) or (_last_options if name == "restart" else [])
     options = check_parsed(
         parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given)
     )

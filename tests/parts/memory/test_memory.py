@@ -13,13 +13,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from nbtrain import memory_needed
 from nbtrain.errors import PlanError
@@ -60,14 +55,14 @@ def test_sharded_ranks_allocate_no_more_than_is_told() -> None:
 
 
 def small() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     )
 
 
 def bert_large() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
             hidden_size=1024,
             num_hidden_layers=24,
             num_attention_heads=16,
@@ -86,8 +81,8 @@ def test_bert_large_is_told_as_it_was_measured_on_a_gpu() -> None:
 
 
 def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
-    wide = LlamaConfig(num_hidden_layers=2, hidden_size=16384, intermediate_size=16384)
-    told = memory_needed(lambda: LlamaForCausalLM(wide), "1x64")
+    wide = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=16384, intermediate_size=16384)
+    told = memory_needed(lambda: transformers.LlamaForCausalLM(wide), "1x64")
     assert told.total > 30e9
     children = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     assert max(children, psutil.Process().memory_info().rss) < 5e9
