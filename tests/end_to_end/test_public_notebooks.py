@@ -29,8 +29,6 @@ class Public:
 
     needs: tuple[str, ...] = ()
     percent: tuple[int, ...] = (100, 100)
-    note: str = ""
-    """How the only note of its runs begins; it is true."""
 
 
 NOTEBOOKS = {
@@ -38,7 +36,7 @@ NOTEBOOKS = {
     "diffusion": Public(("diffusers",)),
     "dtensor": Public(),
     "fastai_tabular": Public(("fastai",)),
-    "hf_trainer": Public(("transformers",), note="The Trainer multiplies the loss"),
+    "hf_trainer": Public(("transformers",)),
     "kaggle_folds": Public(("sklearn", "pandas"), (100,)),
     "lightning_ddp": Public(("lightning",)),
     "magic": Public((), (100,)),
@@ -92,10 +90,10 @@ def board_of(out: Outputs) -> str:
     return [text for text in shown if "rank 0:" in text][-1]
 
 
-def check(board: str, found: dict[str, Any], percent: int, note: str) -> None:
+def check(board: str, found: dict[str, Any], percent: int) -> None:
     """Compare what is on the board, and in the run, with what the ranks counted themselves."""
     assert (found["status"], found["flaw"]) == ("succeeded", "")
-    assert [text[: len(note)] for text in found["notes"]] == [note] * bool(note)
+    assert found["notes"] == []
     counts = found["counts"]
     assert found["steps"] == [count["steps"] for count in counts]
     assert found["history"] == counts[0]["steps"]
@@ -128,7 +126,7 @@ def test_a_notebook_runs_to_its_end_and_the_board_has_its_own_figures(
         if is_launch(cell):
             probed = must_run(kernel, PROBE)
             found: dict[str, Any] = eval(probed.stdout.rpartition("\x02")[2])
-            check(board_of(out), found, next(percents), NOTEBOOKS[name].note)
+            check(board_of(out), found, next(percents))
     assert results
 
 

@@ -454,7 +454,7 @@ def test_bars_of_odd_numbers_are_drawn_and_large_ones_in_full() -> None:
         import torch
         from tqdm import tqdm
 
-        bar = tqdm(total=np.int64(10) if nbtrain.rank() else 2_000_000, mininterval=0)
+        bar = tqdm(total=np.int64(10) if nbtrain.rank() else np.int64(2_000_000), mininterval=0)
         bar.update(np.int64(3) if nbtrain.rank() else 1_234_567)
         bar.update(torch.tensor(3) if nbtrain.rank() else 0)
         bar.refresh()

@@ -159,7 +159,10 @@ def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
 
 def _plain(number: Any) -> float:
     """Return a count that JSON can hold: numpy's and torch's numbers are not Python's."""
-    return number if type(number) is int else float(number)
+    if type(number) is int:
+        return number
+    value = float(number)
+    return int(value) if value.is_integer() else value
 
 
 def _draw_plainly(cls: Any) -> None:
