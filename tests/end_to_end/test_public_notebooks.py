@@ -93,7 +93,7 @@ def board_of(out: Outputs) -> str:
 def check(board: str, found: dict[str, Any], percent: int) -> None:
     """Compare what is on the board, and in the run, with what the ranks counted themselves."""
     assert (found["status"], found["flaw"]) == ("succeeded", "")
-    assert found["notes"] == []
+    assert not found["notes"]
     counts = found["counts"]
     assert found["steps"] == [count["steps"] for count in counts]
     assert found["history"] == counts[0]["steps"]
