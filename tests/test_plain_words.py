@@ -34,7 +34,7 @@ CEILINGS = {
     "parts": Ceiling(7_070, 4.3, 0.8, 27),
     "planning": Ceiling(1_970, 5.6, 0.0, 3),
     "system": Ceiling(1_410, 5.9, 0.6, 7),
-    "tracking": Ceiling(2_650, 5.0, 0.9, 31),
+    "tracking": Ceiling(2_650, 5.0, 0.9, 32),
     "transport": Ceiling(2_540, 2.1, 0.0, 6),
     "ui": Ceiling(3_580, 4.2, 0.9, 8),
     "worker": Ceiling(3_630, 4.1, 0.0, 16),

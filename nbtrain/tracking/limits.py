@@ -65,10 +65,13 @@ MAX_RANKS = 1 << 16
 
 # Measuring ranks, host and GPUs.
 
-FIRST_SAMPLE_INTERVAL_S = 0.5
-SAMPLE_INTERVAL_S = 2.0
-"""Between two samples: of a rank, in the first round and later, and of the host. A sample of a rank
-takes up to 10 ms."""
+RANK_SAMPLE_INTERVAL_S = 0.5
+HOST_SAMPLE_INTERVAL_S = 2.0
+"""Between two samples, at least: of one rank after another, and of the host with its GPUs."""
+
+SAMPLING_SHARE = 0.005
+"""After the first round, sampling ranks takes this share of the launcher's time: a sample of a rank
+takes 10 ms, and 90 ms with 4 GB in use."""
 
 DRIVER_TIMEOUT_S = 5.0
 """A driver may take so long to answer."""

@@ -56,7 +56,7 @@ _UNITS = re.compile(
     r"_(S|MS|US|BYTES|KIB|MIB|LINES|STEPS|RANKS|ITEMS|CHARS|PX|HZ|COUNT|LIMIT|SHARE|RATIO"
     r"|PERCENT)$|^(MAX|MIN)_"
 )
-_NUMBER = re.compile(r"[-\d._e+ <*()\[\],]+")
+_NUMBER = re.compile(r"(?=.*\d)[-\d._e+ <*()\[\],]+")
 
 
 @dataclass
