@@ -18,9 +18,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
     from .parts.live.live_ranks import LiveRanks, start
     from .parts.memory.estimate import memory_needed
     from .parts.scaling.measure import scaling
-    from .worker.api import log, progress, rank, world_size
+    from .worker.api import log, progress, rank, should_stop, world_size
     from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
-    from .worker.stopping import should_stop
 
 __version__ = "0.3.0.dev0"
 
@@ -32,9 +31,8 @@ _NAMES = {
     "lifecycle.launcher": "launch notebook_launcher",
     "parts.live.live_ranks": "LiveRanks start",
     "lifecycle.run": "Run last_run",
-    "worker.api": "log progress rank world_size",
+    "worker.api": "log progress rank should_stop world_size",
     "worker.checkpoints": "attempt checkpoint checkpoint_dir last_checkpoint",
-    "worker.stopping": "should_stop",
 }
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
 """The module of each public name, from which it is imported at its first use."""

@@ -15,11 +15,13 @@ from dataclasses import replace
 from ..errors import PlanError
 from ..planning.plan import Cell, Plan
 from ..system import accelerator_hooks, instrumentation
+from ..system.files import ReservedFile
 from ..tracking import clock
 from ..tracking.event_log import EventWriter
 from ..transport.job import Job
-from ..worker import api, main, task_runner
+from ..worker import main, rank_context, task_runner
 from ..worker.observers.integrations import offer_tracker
+from ..worker.rank_context import RankContext
 from ..worker.rank_environment import join_run_world, rank_environment
 from . import rendezvous
 from .base import Action, Engine, Exit, Ranks
@@ -68,26 +70,27 @@ class InlineEngine(Engine):
         """Run the task in this process as its only rank, and set back what that changes.
 
         An exception of the task becomes the `error` of the ranks. Set back are the environment,
-        patches, the reporter, the process group and, if there was none before, the Accelerator's
+        patches, the context, the process group and, if there was none before, the Accelerator's
         state.
         """
         writer = EventWriter(job.folder.events(0))
         job.folder.log(0).touch(mode=0o600)
+        own = _with_own_namespace(job)
+        context = RankContext(own, own, 0, writer, ReservedFile(job.folder.path))
+        rank_context.set_current(context)
         before, had_accelerator = dict(os.environ), _has_accelerator()
-        reporter = api.activate(api.Reporter(writer, 0, 1))
         blocked = accelerator_hooks.block(False)  # this is the training function
         # Without this part of telemetry, a function that runs in other ranks would fail here.
         remove_tracker = offer_tracker() if "tracker" in job.plan.telemetry else None
         try:
             os.environ.update(rank_environment(job, 0, before))
-            own = _with_own_namespace(job)
             with instrumentation.scope():
                 join_run_world(job.device, 1)
-                code, error = main.run_and_report(own, 0, writer, task_runner.run_task)
+                code, error = main.run_and_report(context, task_runner.run_task)
         finally:
             if remove_tracker is not None:
                 remove_tracker()
-            api.activate(reporter)
+            rank_context.set_current(None)
             accelerator_hooks.block(blocked)
             writer.close()
             for name in os.environ.keys() - before.keys():

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from ..findings import Finding
@@ -35,20 +35,17 @@ from ..tracking.event_log import EventWriter
 from ..tracking.run_folder import RunFolder
 from . import limits
 
+Lost = Mapping[str, Sequence[str]]
+"""What a process lost in its fork: see `Job.lost`."""
+
 _recorder_servers: list[object] = []
 """The recorder's server of this process, which lives as long as the process."""
-
-_registered: tuple[int, Path] | None = None
-"""The process that registered for the signals, and its file. A fork inherits its parent's."""
-
-lost: Mapping[str, Sequence[str]] = {}
-"""What this process lost in the fork: see `Job.lost`."""
 
 _groups: dict[str, tuple[int, ...]] = {}
 """The members of this process's groups. A live rank reports them in each later run, too."""
 
-_descriptors: dict[int, int] = {}
-"""The file descriptor of the stacks by process, because a fork inherits its parent's."""
+_files: dict[int, tuple[Path, int]] = {}
+"""The file of the stacks and its descriptor by process, because a fork inherits its parent's."""
 
 
 def signal_number() -> int:
@@ -67,19 +64,24 @@ def python_signal_number() -> int:
 
 
 def install(
-    folder: RunFolder, rank: int, writer: EventWriter, ranks: int, process_folder: RunFolder
+    folder: RunFolder,
+    rank: int,
+    writer: EventWriter,
+    ranks: int,
+    process_folder: RunFolder,
+    lost: Lost,
 ) -> None:
     """Make this rank show its stacks and its flight record in the run's folder.
 
     Never call this in a kernel. `process_folder` exists as long as the process; for a live rank it
-    is not the run's.
+    is not the run's. `lost` is what the process lost in its fork.
 
     The recorder's server starts with the first process group, and each group's members are
     reported. Both use private names of torch, seen in 2.13. The server starts in 0.4 ms and keeps
     one idle thread per core, at least eight. If a private name is missing, only stacks are shown.
     """
-    if process_folder == folder or not _share_stacks_file(process_folder, folder, rank):
-        register_for_stacks(folder, rank)
+    if process_folder == folder or not _share_stacks_file(process_folder, folder, rank, lost):
+        register_for_stacks(folder, rank, lost)
     pid = os.getpid()
     for name, members in _groups.items():  # of a live rank's earlier runs
         writer.write(ev.Group(clock.now(), rank, name=name, members=members))
@@ -133,26 +135,27 @@ def _exceeded_quota(ranks: int) -> host.Quota | None:
     return next((quota for quota in quotas if quota and not quota.holds(needed)), None)
 
 
-def register_for_stacks(folder: RunFolder, rank: int) -> None:
-    """Make this process write its stacks into a run's folder at the signals. Raises nothing."""
-    global _registered
-    registered = (os.getpid(), folder.stacks(rank))
-    if _registered != registered:
-        _registered = registered
+def register_for_stacks(folder: RunFolder, rank: int, lost: Lost = MappingProxyType({})) -> None:
+    """Make this process write its stacks into a run's folder at the signals. Raises nothing.
+
+    `lost` is what the process lost in its fork.
+    """
+    path, _descriptor = _files.get(os.getpid(), (None, -1))
+    if path != folder.stacks(rank):
         with contextlib.suppress(Exception):  # a full disk must not end a training
-            _register(folder.stacks(rank))
+            _register(folder.stacks(rank), lost)
 
 
-def _share_stacks_file(process_folder: RunFolder, folder: RunFolder, rank: int) -> bool:
+def _share_stacks_file(process_folder: RunFolder, folder: RunFolder, rank: int, lost: Lost) -> bool:
     """Link the stacks file of the process into a run's folder, and return whether that worked."""
-    register_for_stacks(process_folder, rank)
+    register_for_stacks(process_folder, rank, lost)
     with contextlib.suppress(OSError):  # the folder was deleted, or has no hard links
         os.link(process_folder.stacks(rank), folder.stacks(rank))
         return True
     return False
 
 
-def _register(path: Path) -> None:
+def _register(path: Path, lost: Lost) -> None:
     """Handle the signals from now on. The file appears when it is safe to send them.
 
     The first line of the file is JSON: the process, its signals, what it lost in the fork, and the
@@ -171,16 +174,16 @@ def _register(path: Path) -> None:
             signal.siginterrupt(python_number, False)  # restart system calls, as faulthandler does
     except ValueError:  # not the main thread
         python_number = 0
-    older = _descriptors.get(os.getpid())
-    _descriptors[os.getpid()] = descriptor
-    if older is not None:
+    _path, older = _files.get(os.getpid(), (None, -1))
+    _files[os.getpid()] = path, descriptor
+    if older >= 0:
         os.close(older)
     head = {
         "pid": os.getpid(),
         "process": process_identity(os.getpid()),
         "signal": number,
         "gentle": python_number,
-        "lost": lost,
+        "lost": dict(lost),
         "last": _outermost_frame(),
     }
     os.write(descriptor, (json.dumps(head) + "\n").encode())

@@ -49,7 +49,7 @@ from ..ui.displays import select
 from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_rank_traceback
-from ..worker import api, nested_launches
+from ..worker import nested_launches, rank_context
 from . import background, limits
 from .follower import Follower
 from .launch_sides import launch_sides
@@ -315,7 +315,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     `noticed` are findings of the caller, and `engine` is an engine that the plan cannot name: live
     ranks. Raises `PlanError`, `PreflightError`, `LaunchError`, or the run's error.
     """
-    if api.active is not None:
+    if rank_context.current() is not None:
         raise nested_launches.refusal("nbtrain")
     for side in launch_sides():
         side.check(plan)

@@ -1,4 +1,4 @@
-"""The functions that training code calls: `log`, `progress`, `rank`, `world_size`.
+"""The functions that training code calls: `log`, `progress`, `rank`, `should_stop`, `world_size`.
 
 Inside a rank these append events to the rank's own file. Outside a run they do the harmless
 thing, so that the same function runs under ``torchrun`` or in plain Python.
@@ -10,61 +10,30 @@ import logging
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..system.text import shorten
 from ..tracking import clock
 from ..tracking import events as ev
-from ..tracking.event_log import EventWriter
-from .device_scalars import ScalarReader, is_late
+from . import rank_context
+from .device_scalars import is_late
+from .rank_context import RankContext
 
 T = TypeVar("T")
 
 _log = logging.getLogger("nbtrain")
 
 
-@dataclass(frozen=True)
-class Reporter:
-    """Where this process reports to.
-
-    With several nodes, `rank` counts on this node, and `first` is the number of its first rank.
-    """
-
-    writer: EventWriter
-    rank: int
-    world_size: int
-    first: int = 0
-    late: ScalarReader = field(default_factory=ScalarReader)
-    lost: set[str] = field(default_factory=set)
-    """Names of logged losses that were not finite."""
-
-
-active: Reporter | None = None
-"""The reporter of this process, if it is a rank."""
-
-optimizer_steps = 0
-"""Optimizer steps of this process's task: the step of metrics that are logged without one."""
-
-
-def activate(reporter: Reporter | None) -> Reporter | None:
-    """Set the reporter of this process, or remove it with None; return the one before.
-
-    Sets the count of optimizer steps back to 0.
-    """
-    global active, optimizer_steps
-    previous, active, optimizer_steps = active, reporter, 0
-    return previous
-
-
 def rank() -> int:
     """Return the rank of this process: 0 outside a run, ``$RANK`` under another launcher."""
-    return active.first + active.rank if active is not None else int(os.environ.get("RANK", 0))
+    context = rank_context.current()
+    return context.global_rank if context is not None else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
     """Return the number of ranks: 1 outside a run, ``$WORLD_SIZE`` under another launcher."""
-    return active.world_size if active is not None else int(os.environ.get("WORLD_SIZE", 1))
+    context = rank_context.current()
+    return context.world_size if context is not None else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def log(step: int | None = None, **metrics: Any) -> None:
@@ -89,60 +58,60 @@ def log(step: int | None = None, **metrics: Any) -> None:
 
 def log_values(step: Any, metrics: dict[str, Any]) -> None:
     """Report metrics of any name, as `log` does."""
-    reporter = active
+    context = rank_context.current()
     if step is not None and type(step) is not int:
         step = _step(step)
     values: dict[str, float | str] = {}
     for name, value in metrics.items():
         if type(value) is float:  # nearly all are
             values[name] = value
-        elif reporter is not None and _is_on_gpu(value):
-            _log_late(reporter, step, metrics)
+        elif context is not None and _is_on_gpu(value):
+            _log_late(context, step, metrics)
             return
         else:
             values[name] = _metric(name, value)
-    if reporter is None:
+    if context is None:
         _log.info("step %s: %s", step, values)
     else:
-        _write(reporter, clock.now(), step, values)
+        _write(context, clock.now(), step, values)
 
 
 def _write(
-    reporter: Reporter, now: float, step: int | None, values: dict[str, float | str]
+    context: RankContext, now: float, step: int | None, values: dict[str, float | str]
 ) -> None:
     """Write metrics at once, in the rank's own file.
 
     The first value of a training loss that is not finite is also a `NotFinite` event, once for each
     name.
     """
-    if reporter.writer.write_metrics(now, reporter.rank, step, values, optimizer_steps):
+    if context.writer.write_metrics(now, context.rank, step, values, context.optimizer_steps):
         return
     for name, value in values.items():
         is_finite = type(value) is not float or value - value == 0.0
-        if not is_finite and name not in reporter.lost and ev.is_training_loss(name):
-            reporter.lost.add(name)
+        if not is_finite and name not in context.diverged and ev.is_training_loss(name):
+            context.diverged.add(name)
             before = -1 if step is None else step
-            event = ev.NotFinite(now, -1, reporter.rank, before, str(value))
-            reporter.writer.write(event)
+            event = ev.NotFinite(now, -1, context.rank, before, str(value))
+            context.writer.write(event)
 
 
-def _log_late(reporter: Reporter, step: int | None, metrics: dict[str, Any]) -> None:
+def _log_late(context: RankContext, step: int | None, metrics: dict[str, Any]) -> None:
     """Report metrics of which some are on a GPU, as one event when those have arrived.
 
     The time of the event is that of the call. Raises `TypeError` at once for a value on the CPU
     that is no metric.
     """
     on_gpu = {name: value for name, value in metrics.items() if _is_on_gpu(value)}
-    here = {name: None if name in on_gpu else _metric(name, v) for name, v in metrics.items()}
+    known = {name: None if name in on_gpu else _metric(name, v) for name, v in metrics.items()}
     now = clock.now()
 
     def write(read: dict[str, Any]) -> None:
-        values = here | {name: _metric(name, value) for name, value in read.items()}
-        known = {name: value for name, value in values.items() if value is not None}
-        _write(reporter, now, step, known)
+        values = known | {name: _metric(name, value) for name, value in read.items()}
+        arrived = {name: value for name, value in values.items() if value is not None}
+        _write(context, now, step, arrived)
 
-    reporter.late.submit(on_gpu, write)
-    reporter.late.deliver()
+    context.scalars.submit(on_gpu, write)
+    context.scalars.deliver()
 
 
 def _is_on_gpu(value: Any) -> bool:
@@ -209,3 +178,18 @@ def progress(
 
     bar: Iterable[T] = tqdm(iterable, total=total, desc=description or None, unit=unit)
     return bar
+
+
+def should_stop() -> bool:
+    """Return whether this rank was asked to stop: by ■, the Stop button, a timeout or a command.
+
+    Call it in each step. A loop that does is not interrupted: it has 1.5 s to see the request, and
+    may then save and return, within the run's grace. The ranks see the request within milliseconds
+    of each other, perhaps not in the same step. If they step together, let them agree first, with
+    an ``all_reduce`` of the answer. Outside a run, it returns False.
+    """
+    context = rank_context.current()
+    if context is None or context.stopper is None:
+        return False
+    context.stopper.is_asked = True
+    return context.stopper.is_due

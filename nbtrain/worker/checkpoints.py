@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..errors import NbtrainError
 from ..tracking.run_folder import RunFolder
+from . import rank_context
 
 _NAME = re.compile(r"step-\d{8}")
 _STAMP = re.compile(r"attempt \d+, (\d+) ranks")
@@ -23,9 +24,6 @@ NOT_SHARED = (
     "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "
     "folder on a disk that all nodes share before the kernel starts, or save to such a disk by hand"
 )
-
-refusal = ""
-"""Why this process cannot save checkpoints; "" if it can."""
 
 
 def attempt() -> int:
@@ -41,8 +39,9 @@ def checkpoint_dir() -> Path:
 
     Raises `NbtrainError` if not all nodes of the run see the folder.
     """
-    if refusal:
-        raise NbtrainError(refusal)
+    context = rank_context.current()
+    if context is not None and context.checkpoint_refusal:
+        raise NbtrainError(context.checkpoint_refusal)
     folder = _dir()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

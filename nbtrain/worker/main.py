@@ -30,9 +30,18 @@ from ..tracking.event_log import EventWriter
 from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
-from . import api, checkpoints, failure_evidence, hooks, nested_launches, observers, stopping
+from . import (
+    checkpoints,
+    failure_evidence,
+    hooks,
+    nested_launches,
+    observers,
+    rank_context,
+    stopping,
+)
 from .output import shown_errors
 from .output.rich_output import RichOutput
+from .rank_context import RankContext
 from .rank_environment import (
     allow_fsdp_on_cpu,
     clear_prepared_marks,
@@ -54,19 +63,12 @@ FAILED_EXIT_CODE = 1
 """The exit code of a rank whose exception is in its failure file."""
 
 
-job_of_process: Job | None = None
-"""The job that this process was started for, if it is a rank."""
-
-
 def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     """Make this process rank `rank` of a job, run the plan's task, and return the exit code.
 
     Sets environment variables and the number of threads. The outcome is in the run's folder. `call`
     runs the task, instead of `run_task`.
     """
-    global job_of_process
-    job_of_process = job
-    stack_dumps.lost = job.lost
     os.environ.update(rank_environment(job, rank, os.environ))
     if os.environ.get("USE_TORCH_XLA") == "0":
         disable_torch_xla()
@@ -83,32 +85,24 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
 def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     """Run the plan's task in a process that is a rank already, and return the exit code.
 
-    Installs the signal handler, patches and observers of the task; reports the outcome in the run's
-    folder and prints the traceback of a failure. After a success, waits for threads and leaves the
-    process group, unless the rank is live. An exception of the task does not come out.
+    Makes the rank's context, and installs the signal handler, patches and observers of the task;
+    reports the outcome in the run's folder and prints the traceback of a failure. After a success,
+    waits for threads and leaves the process group, unless the rank is live. An exception of the
+    task does not come out.
     """
     os.environ["NBTRAIN_RUN"] = str(job.folder.path)
-    stopping.activate(job.folder.stopping_file)
+    context = _make_context(job, rank)
+    rank_context.set_current(context)
     use_cell_names(job.folder.cells)
-    writer = EventWriter(job.folder.events(rank))
-    failure_evidence.report_os_exit(rank, writer)
-    if not job.keeps_checkpoints:
-        checkpoints.refusal = checkpoints.NOT_SHARED
-    world = job.world
-    on_this_host = (world.ranks if world else 0) or job.world_size
-    lasting = job_of_process.folder if job.is_live and job_of_process else job.folder
-    answering = lasting if job.is_mirrored else job.folder  # where stacks are read
-    stack_dumps.install(answering, rank, writer, on_this_host, lasting)
+    failure_evidence.report_os_exit(rank, context.writer)
+    _install_stack_dumps(context)
     task_values.keep_references(job.plan.task)
-    first, size = (world.first - world.begin, world.size) if world else (0, job.world_size)
-    api.activate(api.Reporter(writer, rank, size, first))
-    observers.install(job.plan.telemetry, job.plan, ranks_stay=job.is_live)
+    observers.install(context)
     nested_launches.refuse()
     shown_errors.install()
     if not job.in_kernel:
-        scratch = job_of_process.scratch if job_of_process is not None else job.scratch
         for side in sides_of(job):
-            side.begin(job, rank, writer, scratch)
+            side.begin(context)
         use_own_workers()
         quiet_tokenizers()
         unshare_in_children()
@@ -117,19 +111,19 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
             output = RichOutput(call)
             output.install(in_notebook=job.in_notebook)
             call = output.run
-    serve_own_store(world.master_port if world else job.port)
+    serve_own_store(job.world.master_port if job.world else job.port)
     keep_process_groups()
     set_fork_start_method()
-    if api.world_size() > 1:
+    if context.world_size > 1:
         clear_prepared_marks()
-    join_run_world(job.device, size)
+    join_run_world(job.device, context.world_size)
     if job.device == "cpu" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         allow_fsdp_on_cpu()
-    code, error = run_and_report(job, rank, writer, call)
+    code, error = run_and_report(context, call)
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
     if job.is_live:  # else with the process: a thread may report until then
-        writer.close()
+        context.writer.close()
     elif code == 0:
         with contextlib.suppress(OSError, KeyboardInterrupt):  # everything has been reported
             join_threads()
@@ -137,26 +131,64 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     return code
 
 
+def _make_context(job: Job, rank: int) -> RankContext:
+    """Return the context of a task, and stop at SIGINT as its run asks from now on.
+
+    In a live rank, it shares with the context of the process what outlives a task.
+    """
+    stopper = stopping.install(job.folder.stopping_file)
+    refusal = "" if job.keeps_checkpoints else checkpoints.NOT_SHARED
+    process = rank_context.current()
+    return RankContext(
+        job=job,
+        process_job=job if process is None else process.process_job,
+        rank=rank,
+        writer=EventWriter(job.folder.events(rank)),
+        reserve=_reserve_last_file(job, process),
+        stopper=stopper,
+        checkpoint_refusal=refusal if process is None else process.checkpoint_refusal,
+    )
+
+
+def _reserve_last_file(job: Job, process: RankContext | None) -> ReservedFile:
+    """Return reserved space for a rank's last file, in the file system of the run's folder.
+
+    A live rank has one for all of its tasks, as to reserve space takes longer than a short cell. It
+    is replaced once it was used.
+    """
+    if process is None or job.is_mirrored:
+        return ReservedFile(job.folder.path)
+    if not process.reserve.is_free:
+        process.reserve = ReservedFile(job.folder.path)
+    return process.reserve
+
+
+def _install_stack_dumps(context: RankContext) -> None:
+    """Have the rank answer requests for its stacks, where the launcher reads them."""
+    job, of_process = context.job, context.process_job
+    folder = of_process.folder if job.is_mirrored else job.folder
+    on_this_host = (job.world.ranks if job.world else 0) or job.world_size
+    stack_dumps.install(
+        folder, context.rank, context.writer, on_this_host, of_process.folder, of_process.lost
+    )
+
+
 def run_and_report(
-    job: Job, rank: int, writer: EventWriter, call: Callable[[Task], Any]
+    context: RankContext, call: Callable[[Task], Any]
 ) -> tuple[int, BaseException | None]:
     """Run the task, leave its outcome in the run folder, and return exit code and exception.
 
     The exception is None after a success, and after ``sys.exit`` with another code than 0.
     """
     with contextlib.ExitStack() as after:
-        return _run_and_report(job, rank, writer, call, after)
+        return _run_and_report(context, call, after)
 
 
 def _run_and_report(
-    job: Job,
-    rank: int,
-    writer: EventWriter,
-    call: Callable[[Task], Any],
-    after: contextlib.ExitStack,
+    context: RankContext, call: Callable[[Task], Any], after: contextlib.ExitStack
 ) -> tuple[int, BaseException | None]:
     """Do the work of `run_and_report`; `after` is closed once the outcome is saved."""
-    spare = _reserve_last_file(job)
+    job, rank, writer = context.job, context.rank, context.writer
     threads = threading.enumerate()
     sender: ResultSender | None = None
     try:
@@ -168,8 +200,8 @@ def _run_and_report(
             if not (job.in_kernel or job.is_live):
                 renew_accelerate_state(job.plan)
             task_values.forget_references(job.plan.task)
-            value = _run_watched(job.plan.task, call)
-            _deliver(job, rank, writer, spare, sender, value, threads)
+            value = _run_watched(context, call)
+            _deliver(context, sender, value, threads)
             return 0, None
         except BaseException:  # of any kind, raised by the user's code; it is raised again
             # First: a DataLoader's handler of SIGCHLD may raise again, for the same worker or
@@ -178,29 +210,26 @@ def _run_and_report(
             raise
     except SystemExit as leaving:
         if not job.is_live:
-            return _leave(rank, writer, leaving), None
+            return _leave(context, leaving), None
         error = RuntimeError(
             f"{failure_evidence.describe_sys_exit(leaving)}, which does not end live ranks"
         )
-        _report_failure(job, rank, writer, spare, error.with_traceback(leaving.__traceback__))
+        _report_failure(context, error.with_traceback(leaving.__traceback__))
         return FAILED_EXIT_CODE, None
     except BaseException as error:  # of any kind, raised by the user's code
         for side in sides_of(job):
-            side.handle_failure(job, error)
-        _report_failure(job, rank, writer, spare, error)
+            side.handle_failure(context, error)
+        _report_failure(context, error)
         if sender is not None and job.device != "xla":  # it would compile what never ran
             sender.rescue()
         return FAILED_EXIT_CODE, error
     finally:
-        if spare is not _lasting_reserve:
-            spare.close()
+        if context.job is context.process_job or job.is_mirrored:  # else it is for later tasks, too
+            context.reserve.close()
 
 
 def _deliver(
-    job: Job,
-    rank: int,
-    writer: EventWriter,
-    spare: ReservedFile,
+    context: RankContext,
     sender: ResultSender,
     value: Any,
     threads: Collection[threading.Thread],
@@ -212,7 +241,8 @@ def _deliver(
     kernel, `threads`, those from before the task, are not waited for. Raises `ResultNotPicklable`,
     and `OSError` if the result does not fit.
     """
-    _finish_device_work(job)
+    job, rank, writer = context.job, context.rank, context.writer
+    _finish_device_work(context)
     data = result_pickler.dump_result(value, job.shared_classes)
     ended = ev.Ended(
         clock.now(),
@@ -221,7 +251,9 @@ def _deliver(
         collectives=failure_evidence.last_collective(),
         checksum=f"{zlib.crc32(data):08x}",
     )
-    _save_result(spare, job.folder.result(rank), data)  # before what takes longer, and may fail
+    _save_result(
+        context.reserve, job.folder.result(rank), data
+    )  # before what takes longer, and may fail
     if trouble := result_pickler.reading_trouble(data):
         returned = ev.ArtifactSaved(clock.now(), rank, ev.RETURNED, "value", trouble=trouble)
         writer.write(returned)
@@ -237,40 +269,22 @@ def _deliver(
     writer.write(ended)
 
 
-_lasting_reserve: ReservedFile | None = None
-"""Of a live rank, for all of its tasks: to reserve room takes longer than a short cell."""
-
-
-def _reserve_last_file(job: Job) -> ReservedFile:
-    """Return reserved space for a rank's last file, in the file system of the run's folder.
-
-    A live rank has one for all of its tasks; it is replaced once it was used.
-    """
-    global _lasting_reserve
-    if not job.is_live or job.is_mirrored:
-        return ReservedFile(job.folder.path)
-    if _lasting_reserve is None or not _lasting_reserve.is_free:
-        _lasting_reserve = ReservedFile(job.folder.path)
-    return _lasting_reserve
-
-
-def _save_result(spare: ReservedFile, path: Path, data: bytes) -> None:
+def _save_result(reserve: ReservedFile, path: Path, data: bytes) -> None:
     """Save the pickled result. Raises `OSError` with its size if it does not fit."""
     try:
-        spare.write(path, data)
+        reserve.write(path, data)
     except OSError as error:
         size = f"{len(data):,} bytes of what the rank returned do not fit into the run folder"
         raise OSError(error.errno, f"{size} ({error.strerror})", str(path)) from None
 
 
-def _report_failure(
-    job: Job, rank: int, writer: EventWriter, spare: ReservedFile, error: BaseException
-) -> None:
+def _report_failure(context: RankContext, error: BaseException) -> None:
     """Report a failure, save its exception for the notebook, and report the end with evidence.
 
     The events are `Failing` and `Ended`. The exception is saved twice, first without its instance,
     as the user's code may be slow. If saving fails, `Ended` also says why. Raises no `Exception`.
     """
+    job, rank, writer = context.job, context.rank, context.writer
     now, headline = clock.now(), type(error).__name__
     error_type = headline
     evidence: ev.Evidence = ()
@@ -284,7 +298,7 @@ def _report_failure(
         evidence = failure_evidence.evidence(error)
         # Now with the instance, which is dispensable: user code may take too long over it.
         captured = exceptions.capture(error, job.shared_classes)
-        spare.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
+        context.reserve.write(job.folder.failure(rank), result_pickler.dumps((now, captured)))
     except Exception as second:  # a full disk, no memory: the first failure is still the cause
         reason = f"its report could not be written: {type(second).__name__}: {second}"
         is_full = getattr(second, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
@@ -292,7 +306,7 @@ def _report_failure(
     writer.write(ev.Ended(clock.now(), rank, headline, None, evidence, error_type, called))
 
 
-def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
+def _run_watched(context: RankContext, call: Callable[[Task], Any]) -> Any:
     """Call the task and return its value; ``sys.exit(0)`` in it returns None.
 
     Reports the last figures of the training in any case. A process that the task forked, and that
@@ -300,7 +314,7 @@ def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
     """
     ended, process = False, os.getpid()
     try:
-        value = call(task)
+        value = call(context.job.plan.task)
         ended = True
         return value
     except SystemExit as leaving:
@@ -311,7 +325,7 @@ def _run_watched(task: Task, call: Callable[[Task], Any]) -> Any:
     finally:
         _end_if_forked(process)
         with contextlib.suppress(Exception):  # a GPU in trouble gives no last figures
-            observers.finish(wait=ended)  # after a failure, the GPU may never be done
+            observers.finish(context, wait=ended)  # after a failure, the GPU may never be done
 
 
 def _end_if_forked(process: int) -> None:
@@ -330,14 +344,14 @@ def _end_if_forked(process: int) -> None:
     os._exit(code & 0xFF)
 
 
-def _leave(rank: int, writer: EventWriter, leaving: SystemExit) -> int:
+def _leave(context: RankContext, leaving: SystemExit) -> int:
     """Report ``sys.exit()`` of the task, and return the exit code, never 0.
 
     As in the interpreter, a message is printed to standard error and means 1.
     """
     code = leaving.code
     text = failure_evidence.describe_sys_exit(leaving)
-    writer.write(ev.Failing(clock.now(), rank, text, SystemExit.__name__))
+    context.writer.write(ev.Failing(clock.now(), context.rank, text, SystemExit.__name__))
     if not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
@@ -365,11 +379,11 @@ def _set_threads() -> None:
         torch.set_num_threads(int(wanted))
 
 
-def _finish_device_work(job: Job) -> None:
+def _finish_device_work(context: RankContext) -> None:
     """Wait for what was queued on a device: a peer may be waiting for this rank's part of it."""
     torch = sys.modules.get("torch")
-    for side in sides_of(job):
-        side.finish_task(job)
+    for side in sides_of(context.job):
+        side.finish_task(context)
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

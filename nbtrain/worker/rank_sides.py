@@ -6,20 +6,20 @@ import functools
 from collections.abc import Iterator
 
 from .. import part
-from ..tracking.event_log import EventWriter
 from ..transport.job import Job
+from .rank_context import RankContext
 
 
 class RankSide:
     """A part's side of a rank, one object a process; a part overrides what it needs."""
 
-    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        """Prepare for a task. `scratch` is a folder for sockets."""
+    def begin(self, context: RankContext) -> None:
+        """Prepare for a task."""
 
-    def finish_task(self, job: Job) -> None:
+    def finish_task(self, context: RankContext) -> None:
         """Let what was queued end: the task has returned, and a peer may wait for this rank."""
 
-    def handle_failure(self, job: Job, error: BaseException) -> None:
+    def handle_failure(self, context: RankContext, error: BaseException) -> None:
         """Look at an exception of the task, before it is reported."""
 
 

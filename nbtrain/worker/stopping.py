@@ -1,4 +1,4 @@
-"""Asks a rank to stop: with `should_stop`, then with KeyboardInterrupt.
+"""Asks a rank to stop: with `nbtrain.should_stop`, then with KeyboardInterrupt.
 
 The launcher sends SIGINT up to three times. At the first, a training whose optimizer steps are
 seen goes on to the end of its step, and of what it does after it (a scheduler, a counter): up to
@@ -88,30 +88,13 @@ class StopOnRequest(Observer):
         again.start()
 
 
-active: StopOnRequest | None = None
-"""The handler of this process, if it is a rank."""
-
-
-def activate(request: Path) -> None:
+def install(request: Path) -> StopOnRequest:
     """Make SIGINT stop this rank only if the launcher requests it, by the file `request`.
 
-    Replaces the handler of SIGINT and `sys.unraisablehook`, so it needs the main thread.
+    Replaces the handler of SIGINT and `sys.unraisablehook`, so it needs the main thread. Returns
+    the handler.
     """
-    global active
-    active = StopOnRequest(request)
-    signal.signal(signal.SIGINT, active)
-    sys.unraisablehook = active.unraisable
-
-
-def should_stop() -> bool:
-    """Return whether this rank was asked to stop: by ■, the Stop button, a timeout or a command.
-
-    Call it in each step. A loop that does is not interrupted: it has 1.5 s to see the request, and
-    may then save and return, within the run's grace. The ranks see the request within milliseconds
-    of each other, perhaps not in the same step. If they step together, let them agree first, with
-    an ``all_reduce`` of the answer. Outside a run, it returns False.
-    """
-    if active is None:
-        return False
-    active.is_asked = True
-    return active.is_due
+    stopper = StopOnRequest(request)
+    signal.signal(signal.SIGINT, stopper)
+    sys.unraisablehook = stopper.unraisable
+    return stopper

@@ -17,53 +17,63 @@ from ...system import instrumentation
 from ...system.source_files import is_own
 from ...tracking import clock
 from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...transport.job import Job
-from ...worker.rank_sides import RankSide
+from ...worker import rank_context
+from ...worker.rank_context import RankContext
+from ...worker.rank_sides import RankSide, sides_of
 from .remote_pdb import NotebookFile, make_debugger
 
 PATIENCE = timedelta(days=30)
 """How long collectives wait where one may be looked at in a debugger."""
 
-_active: Debugging | None = None
-_failed: BaseException | None = None
-"""What ended the last task of this process, kept for `debug_failure`."""
-
 
 class DebuggerRank(RankSide):
     """Has ``breakpoint()`` and failures open a debugger in the notebook."""
 
-    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+    def __init__(self) -> None:
+        self._debugging: Debugging | None = None
+        self._failed: BaseException | None = None  # what ended the last task
+
+    def begin(self, context: RankContext) -> None:
         """Have ``breakpoint()`` and `pdb` in this task open a debugger in the notebook.
 
         Forgets the failure of the task before, except in a post-mortem task. With ``--debug`` and
         on live ranks, collectives wait for 30 days by default.
         """
-        global _active, _failed
-        _active = Debugging(job, rank, writer, scratch)
+        job = context.job
+        debugging = self._debugging = Debugging(context)
         if not job.plan.is_post_mortem:
-            _failed = None
-        instrumentation.undo_later(_active.close)
-        instrumentation.replace(sys, "breakpointhook", _active.open_at_caller)
+            self._failed = None
+        instrumentation.undo_later(debugging.close)
+        instrumentation.replace(sys, "breakpointhook", debugging.open_at_caller)
         for module in ("pdb", "IPython.core.debugger"):
-            instrumentation.patch(module, "set_trace", _active.set_trace)
-        instrumentation.patch("pdb", "post_mortem", _active.post_mortem)
+            instrumentation.patch(module, "set_trace", debugging.set_trace)
+        instrumentation.patch("pdb", "post_mortem", debugging.post_mortem)
         if job.plan.debug or job.is_live:
             instrumentation.patch(
                 "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
             )
 
-    def handle_failure(self, job: Job, error: BaseException) -> None:
+    def handle_failure(self, context: RankContext, error: BaseException) -> None:
         """Open the debugger at an exception with ``--debug``, and wait until it is left.
 
         A `KeyboardInterrupt` opens none. A live rank keeps any exception for `debug_failure`, with
         or without ``--debug``.
         """
-        global _failed
-        if _active is not None and job.plan.debug and not isinstance(error, KeyboardInterrupt):
-            _active.look_into(error)
-        if job.is_live:
-            _failed = error  # with its frames, until the next task
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if self._debugging is not None and context.job.plan.debug and not is_interrupt:
+            self._debugging.look_into(error)
+        if context.job.is_live:
+            self._failed = error  # with its frames, until the next task
+
+    def debug_failure(self) -> None:
+        """Open the debugger where the last task failed, and wait until it is left.
+
+        Prints a message where nothing failed.
+        """
+        if self._failed is None:
+            print("Nothing failed on this rank in the last cell.")
+        elif self._debugging is not None:
+            self._debugging.look_into(self._failed)
 
 
 def _wait_for_ever(_original: Any, *_args: Any) -> timedelta:
@@ -71,25 +81,21 @@ def _wait_for_ever(_original: Any, *_args: Any) -> timedelta:
 
 
 def debug_failure() -> None:
-    """Open the debugger where the last task of a live rank failed, and wait until it is left.
-
-    Prints a message where nothing failed.
-    """
-    if _failed is None:
-        print("Nothing failed on this rank in the last cell.")
-    elif _active is not None:
-        _active.look_into(_failed)
+    """Open the debugger where the last task of this live rank failed, and wait until it is left."""
+    for side in sides_of(rank_context.get().job):
+        if isinstance(side, DebuggerRank):
+            side.debug_failure()
 
 
 class Debugging:
     """The debugger of one task of a rank; it costs nothing until it is opened."""
 
-    def __init__(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
-        self._unanswered = job.unanswered
-        self._rank, self._writer = rank, writer
+    def __init__(self, context: RankContext) -> None:
+        self._unanswered = context.job.unanswered
+        self._rank, self._writer = context.rank, context.writer
         self._process = os.getpid()
-        name = f"debugger-{rank}"
-        self._file = NotebookFile(Path(scratch), name, self._report)
+        name, scratch = f"debugger-{context.rank}", context.process_job.scratch
+        self._file = NotebookFile(Path(scratch), name, self._report, context.stopper)
         self._debuggers = threading.local()  # what one traces is of one thread
 
     def _report(self, address: str, place: str) -> None:

@@ -16,7 +16,7 @@ from ...lifecycle.limits import POLL_INTERVAL_S
 from ...system.source_files import RANK_BODY, is_own, short_name
 from ...transport.channel import Channel, Listener
 from ...transport.limits import MAX_EXCEPTION_CHARS
-from ...worker import stopping
+from ...worker.stopping import StopOnRequest
 
 GO_ON = "c\n"
 
@@ -29,7 +29,10 @@ class NotebookFile:
 
     encoding = "utf-8"
 
-    def __init__(self, folder: Path, name: str, report: Report) -> None:
+    def __init__(
+        self, folder: Path, name: str, report: Report, stopper: StopOnRequest | None
+    ) -> None:
+        self._stopper = stopper
         self._folder, self._name, self._report = folder, name, report
         self._listener: Listener | None = None
         self._channel: Channel | None = None
@@ -54,17 +57,27 @@ class NotebookFile:
         if self._listener is None:
             self._listener = Listener(self._folder, self._name)
         self._place = f"{short_name(filename)}, line {line}"
-        if stopping.active is not None:  # an interrupt is seen below: a debugger swallows it
-            self._asks, stopping.active.is_asked = stopping.active.is_asked, True
+        if self._stopper is not None:  # an interrupt is seen below: a debugger swallows it
+            self._asks, self._stopper.is_asked = self._stopper.is_asked, True
         self._report(str(self._listener.address), self._place)
+
+    @property
+    def _is_to_stop(self) -> bool:
+        return self._stopper is not None and self._stopper.is_due
+
+    def stop(self) -> None:
+        """Raise KeyboardInterrupt if the run must stop, because the debugger would catch it."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._stopper is not None and self._stopper.is_due and in_main_thread:
+            self._stopper.raise_now()
 
     def leave(self, *, comes_back: bool) -> None:
         """Report that the code continues, and send the text that is left.
 
         `comes_back`: the debugger may open again after one line.
         """
-        if stopping.active is not None:
-            stopping.active.is_asked = self._asks
+        if self._stopper is not None:
+            self._stopper.is_asked = self._asks
         self._report("", "")
         self._send({"comes_back": comes_back})
 
@@ -133,7 +146,7 @@ class NotebookFile:
 
         None if the run must stop before that, or the file is closed.
         """
-        while self._channel is None and self._listener is not None and not _is_to_stop():
+        while self._channel is None and self._listener is not None and not self._is_to_stop:
             self._channel = self._listener.accept(POLL_INTERVAL_S)
             if self._channel is not None:
                 self._channel.trust()
@@ -147,17 +160,13 @@ class NotebookFile:
         assert self._channel is not None
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
-        while not _is_to_stop():
+        while not self._is_to_stop:
             if poller.poll(1000 * POLL_INTERVAL_S):
                 try:
                     return str(self._channel.receive()[0]["line"])
                 except (EOFError, KeyError):
                     break
         return None
-
-
-def _is_to_stop() -> bool:
-    return stopping.active is not None and stopping.active.is_due
 
 
 def debugger_class() -> type[pdb.Pdb]:
@@ -195,7 +204,7 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
                         self.set_continue()
                     file.leave(comes_back=not is_over and self.stoplineno != -1)
             if file.has_ended and not is_over:
-                _stop()
+                file.stop()
 
         def stop_here(self, frame: FrameType) -> bool:
             return bool(super().stop_here(frame)) and not is_own(frame.f_code.co_filename)
@@ -233,13 +242,6 @@ def make_debugger(file: NotebookFile, *, is_over: bool = False) -> Any:
         do_q = do_exit = do_EOF = do_quit  # noqa: N815
 
     return Debugger()
-
-
-def _stop() -> None:
-    """Raise KeyboardInterrupt if the run must stop, because the debugger would catch it."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if _is_to_stop() and stopping.active is not None and in_main_thread:
-        stopping.active.raise_now()
 
 
 def _place(frame: FrameType | None, trace: Any) -> tuple[str, int]:

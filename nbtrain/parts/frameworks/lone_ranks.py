@@ -10,7 +10,7 @@ from ...planning.plan import Task
 from ...system.accelerator_guard import frameworks_in_use
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
-from ...worker import api
+from ...worker import rank_context
 from ...worker.hooks import Observer
 from ...worker.observers.evidence.work_sample import is_in_group, read_source
 from .joining import jax_world
@@ -35,7 +35,7 @@ class LoneRanks(Observer):
     def __init__(self, task: Task, writer: EventWriter) -> None:
         self._task, self._writer = task, writer
         self._before = frameworks_in_use()
-        self._trains_with_torch = api.optimizer_steps > 0
+        self._trains_with_torch = rank_context.get().optimizer_steps > 0
 
     def on_first_step(self, optimizer: Any) -> None:
         """Note that an optimizer of torch's trains."""

@@ -14,9 +14,9 @@ from ...planning.plan import Cell, Task
 from ...system import accelerator_guard
 from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
-from ...transport.job import Job
 from ...worker import hooks
 from ...worker.hooks.guard import guard_step
+from ...worker.rank_context import RankContext
 from ...worker.rank_sides import RankSide
 from . import LIBRARIES, VARIABLES
 
@@ -42,15 +42,19 @@ class FrameworksRank(RankSide):
         self._inherited: dict[str, str] | None = None
         self._models: Mapping[str, Any] = {}
 
-    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+    def begin(self, context: RankContext) -> None:
         """Prepare to connect the ranks and to report progress, once a framework is imported.
 
         A forked rank is refused what the kernel has computed with. Where the task's code reads
         ``TF_CONFIG`` or the like itself, the variables are set now, after up to 10 s of waiting for
         the other ranks.
         """
+        job, rank, writer = context.job, context.rank, context.writer
         if self._inherited is None:  # the first task of this process
-            if accelerator_guard.frameworks_in_use() and _is_forked():
+            from ... import engines
+
+            is_forked = engines.get(context.process_job.plan.engine).forks_kernel
+            if accelerator_guard.frameworks_in_use() and is_forked:
                 from .inherited import refuse_inherited
 
                 refuse_inherited()
@@ -94,7 +98,7 @@ class FrameworksRank(RankSide):
         if (own := world.current_world()).size > 1:
             joining.set_variables(own)
 
-    def finish_task(self, job: Job) -> None:
+    def finish_task(self, context: RankContext) -> None:
         """Save the weights of Keras models, and leave JAX's world, which waits for all ranks.
 
         Live ranks stay in JAX's world, because a later cell may continue in it.
@@ -102,15 +106,15 @@ class FrameworksRank(RankSide):
         if self._models:
             from .keras_models import send_weights
 
-            send_weights(self._models, self._rank, job.folder, self._writer)
+            send_weights(self._models, self._rank, context.job.folder, self._writer)
         # Otherwise a cell may continue.
-        if "jax._src.distributed" in sys.modules and not job.is_live:
+        if "jax._src.distributed" in sys.modules and not context.job.is_live:
             from .joining import leave_jax
 
             leave_jax()
 
-    def handle_failure(self, job: Job, error: BaseException) -> None:
-        if "jax._src.distributed" in sys.modules and not job.is_live:
+    def handle_failure(self, context: RankContext, error: BaseException) -> None:
+        if "jax._src.distributed" in sys.modules and not context.job.is_live:
             from .joining import abandon_jax
 
             abandon_jax()
@@ -121,15 +125,6 @@ def _watch(
     name: str, sources: Collection[str], writer: EventWriter, rank: int, module: ModuleType
 ) -> None:
     load(f"frameworks.progress.{name}")(module, sources, writer, rank)
-
-
-def _is_forked() -> bool:
-    """Whether this rank is a copy of the notebook's process; a fresh one has its own state."""
-    from ... import engines
-    from ...worker import main
-
-    job = main.job_of_process
-    return job is not None and engines.get(job.plan.engine).forks_kernel
 
 
 def _names_variables(task: Task) -> bool:

@@ -27,8 +27,9 @@ from ...tracking.run_folder import RunFolder, mark_stopping
 from ...transport import payload
 from ...transport.channel import Address, Channel, connect
 from ...transport.weights.models import find_parts
-from ...worker import api, checkpoints, hooks, main, stopping
+from ...worker import hooks, main, rank_context
 from ...worker.output.rich_output import RichOutput
+from ...worker.rank_context import RankContext
 from ...worker.task_runner import failing_plan, run_task
 from . import mirror, values
 from .groups import ProcessGroups
@@ -46,22 +47,21 @@ Message = dict[str, Any]
 
 def serve(address: Address, secret: str) -> None:
     """Run the tasks that come through the channel at `address`, and return when it is closed."""
-    reporter = api.active
-    assert reporter is not None  # this is a rank
+    context = rank_context.get()
     channel = connect(address)
     if not channel.passes_files:
-        checkpoints.refusal = _NO_CHECKPOINTS
+        context.checkpoint_refusal = _NO_CHECKPOINTS
     hooks.keep()
-    server = LiveRank(channel, reporter.rank)
-    channel.send({"rank": reporter.rank, "secret": secret, **server.take_name_changes()})
+    server = LiveRank(channel, context)
+    channel.send({"rank": context.rank, "secret": secret, **server.take_name_changes()})
     server.run()
 
 
 class LiveRank:
     """Takes messages in a thread, so that one arrives while a task is stuck in a collective."""
 
-    def __init__(self, channel: Channel, rank: int) -> None:
-        self._channel, self._rank = channel, rank
+    def __init__(self, channel: Channel, context: RankContext) -> None:
+        self._channel, self._context, self._rank = channel, context, context.rank
         self._waiting: queue.SimpleQueue[tuple[Message, int | None] | None] = queue.SimpleQueue()
         self._namespace = vars(sys.modules["__main__"])
         self._known: set[str] = set()
@@ -195,10 +195,8 @@ class LiveRank:
             except Exception as error:
                 place = "while loading the notebook's values in a live rank"
                 plan, classes = failing_plan(error, place), frozenset()
-            of_process = main.job_of_process
-            assert of_process is not None
             job = replace(
-                of_process,
+                self._context.job,
                 plan=plan,
                 folder=folder,
                 shared_classes=classes,
@@ -232,9 +230,8 @@ class LiveRank:
         On another host than the notebook's, it is a new folder, which is copied to the notebook's
         host as it grows, and deleted at the end of the block.
         """
-        home, of_process = RunFolder(Path(message["folder"])), main.job_of_process
-        assert of_process is not None
-        copied = mirror.mirror_folder(self._channel, message["id"], of_process.scratch, self._rank)
+        home, scratch = RunFolder(Path(message["folder"])), self._context.job.scratch
+        copied = mirror.mirror_folder(self._channel, message["id"], scratch, self._rank)
         with contextlib.nullcontext(home) if self._channel.passes_files else copied as folder:
             self._folder = folder
             try:
@@ -245,7 +242,6 @@ class LiveRank:
     @contextlib.contextmanager
     def _use_folder(self, folder: RunFolder) -> Iterator[None]:
         """Have this process print and report to the folder of a run, and answer questions there."""
-        reporter, stopper = api.active, stopping.active
         stdout, stderr = os.dup(1), os.dup(2)
         log = os.open(folder.log(self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         _flush()
@@ -257,8 +253,7 @@ class LiveRank:
                 yield
         finally:
             self._stop_listening()
-            stopping.active = stopper
-            api.activate(reporter)
+            rank_context.set_current(self._context)
             _flush()
             for saved, stream in ((stdout, 1), (stderr, 2)):
                 os.dup2(saved, stream)

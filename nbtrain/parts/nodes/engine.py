@@ -34,7 +34,7 @@ from ...tracking import events as ev
 from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
 from ...transport.job import Job
-from ...worker import api
+from ...worker import rank_context
 
 SIGN_OF_LIFE_S = 30.0
 """Between two signs of a rank that waits for other nodes; without them it would count as hung."""
@@ -170,8 +170,7 @@ def _name_this_node(error: Exception, nodes: Rendezvous) -> None:
 
 def _show(text: str) -> None:
     """Show, above the ranks, what the run waits for; "" if that has come."""
-    assert api.active is not None  # this is a rank
-    api.active.writer.write(ev.Waiting(clock.now(), -1, text))
+    rank_context.get().writer.write(ev.Waiting(clock.now(), -1, text))
 
 
 class Meeting:
@@ -186,8 +185,7 @@ class Meeting:
 
     def join(self) -> Any:
         """Return the store when all nodes are there. Raises `LaunchError` if they are late."""
-        assert api.active is not None  # this is a rank
-        nodes, writer = self._nodes, api.active.writer
+        nodes, writer = self._nodes, rank_context.get().writer
         ends, next_sign = time.monotonic() + nodes.timeout, 0.0
         store, shown = None, ""
         while True:

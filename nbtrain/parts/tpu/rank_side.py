@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...system.instrumentation import when_imported
-from ...tracking.event_log import EventWriter
-from ...transport.job import Job
 from ...worker import device_scalars, hooks, limits
 from ...worker.device_scalars import Then
+from ...worker.rank_context import RankContext
 from ...worker.rank_sides import RankSide
 from . import xla
 from .compilation import CompilationMeter
@@ -26,11 +25,13 @@ class XlaRank(RankSide):
 
     compilation: CompilationMeter | None = None
 
-    def begin(self, job: Job, rank: int, writer: EventWriter, scratch: str) -> None:
+    def begin(self, context: RankContext) -> None:
         """Read scalars of XLA devices late, and report compilations."""
         device_scalars.READERS["xla"] = XlaScalars
+        job, writer = context.job, context.writer
         if "phases" in job.plan.telemetry:
-            compilation = self.compilation = CompilationMeter(writer, rank, job.is_live)
+            compilation = CompilationMeter(writer, context.rank, job.is_live)
+            self.compilation = compilation
 
             def watch(_module: object) -> None:
                 compilation.start()
@@ -38,8 +39,8 @@ class XlaRank(RankSide):
 
             when_imported("torch_xla.core.xla_model", watch)
 
-    def finish_task(self, job: Job) -> None:
-        if job.is_live:  # its engine does so at the end of other ranks
+    def finish_task(self, context: RankContext) -> None:
+        if context.job.is_live:  # its engine does so at the end of other ranks
             xla.finish()
 
 

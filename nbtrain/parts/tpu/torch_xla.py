@@ -30,7 +30,7 @@ from ...system.instrumentation import patch
 from ...tracking import clock
 from ...tracking import events as ev
 from ...transport.job import Job
-from ...worker import api, task_runner
+from ...worker import rank_context, task_runner
 from . import xla
 
 MIN_STAGGERED_MODEL_BYTES = 64 << 20
@@ -91,13 +91,12 @@ def _call_as_rank(job: Job, rank: int, task: Task) -> Any:
 @contextlib.contextmanager
 def _joining(rank: int) -> Iterator[None]:
     """Report that a rank joins the others."""
-    reporter = api.active
-    assert reporter is not None  # this is a rank
-    reporter.writer.write(ev.Phase(clock.now(), rank, ev.JOINING))
+    writer = rank_context.get().writer
+    writer.write(ev.Phase(clock.now(), rank, ev.JOINING))
     try:
         yield
     finally:
-        reporter.writer.write(ev.Phase(clock.now(), rank))
+        writer.write(ev.Phase(clock.now(), rank))
 
 
 def _agree_on_rank(rank: int) -> None:

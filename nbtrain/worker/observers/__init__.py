@@ -6,13 +6,12 @@ whose rank is the kernel, offers the tracker only, and withdraws it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
-from ...planning.option_types import SOURCES
-from ...planning.plan import Plan
-from .. import api, hooks, stopping
+from .. import hooks
 from ..device_scalars import captures
 from ..hooks import Observer
+from ..rank_context import RankContext
 from . import integrations
 from .bars import Bars
 from .evidence.not_copied_back import NotCopiedBack
@@ -22,18 +21,9 @@ from .totals.training_place import LibraryPlaces
 from .training_meter import TrainingMeter
 
 
-def install(
-    sources: Collection[str] = SOURCES, plan: Plan | None = None, *, ranks_stay: bool = False
-) -> None:
-    """Add the observers of this rank's training, for libraries that are imported now or later.
-
-    Does nothing in a process that is no rank. `plan` is what the rank runs, if it is known: its
-    task names the notebook's models. If the `ranks_stay`, the models that they make stay, too, and
-    are not reported as lost.
-    """
-    reporter = api.active
-    if reporter is None:
-        return
+def install(context: RankContext) -> None:
+    """Add the observers of a task's training, for libraries that are imported now or later."""
+    sources = context.job.plan.telemetry
     hooks.begin_task()
     integrations.hide_notebook_from_lightning()
     captures.watch()
@@ -41,36 +31,35 @@ def install(
         integrations.draw_with_tqdm()
     if "tracker" in sources:
         integrations.offer_tracker()
+    places = LibraryPlaces()
     if {"steps", "loss", "data"} & set(sources):
-        TrainingMeter(reporter, plan).listen(sources)
-    for observer in _observers(reporter, sources, plan, ranks_stay):
+        TrainingMeter(context, places).listen(sources)
+    for observer in _observers(context, places):
         hooks.add(observer)
     hooks.begin_steps()
 
 
-def _observers(
-    reporter: api.Reporter, sources: Collection[str], plan: Plan | None, ranks_stay: bool
-) -> Iterator[Observer]:
+def _observers(context: RankContext, places: LibraryPlaces) -> Iterator[Observer]:
     """Yield the observers beside the meter, in the order of notification."""
-    writer, rank = reporter.writer, reporter.rank
+    plan, writer, rank = context.job.plan, context.writer, context.rank
+    sources = plan.telemetry
     if "steps" in sources:
-        yield TensorMemoryMeter(writer, rank, plan.task if plan else None)
-        if plan is not None and rank == 0:
-            yield NotCopiedBack(plan, writer, ranks_stay)
-        if stopping.active is not None:
-            yield stopping.active
+        yield TensorMemoryMeter(writer, rank, plan.task)
+        if rank == 0:
+            yield NotCopiedBack(plan, writer, context.job.is_live)
+        if context.stopper is not None:
+            yield context.stopper
     if "phases" in sources:
         yield PhaseMeter(writer, rank)
     if "bars" in sources:
         yield Bars(writer, rank)
     if "trainer" in sources:
-        yield from (LibraryPlaces(), integrations.LoggedValues())
+        yield from (places, integrations.LoggedValues())
     if "tracker" in sources:
         yield integrations.AcceleratorLogs()
 
 
-def finish(wait: bool) -> None:
+def finish(context: RankContext, wait: bool) -> None:
     """Report the last figures of a training; with `wait`, wait for those on a device."""
-    if api.active is not None:
-        api.active.late.finish(wait)
+    context.scalars.finish(wait)
     hooks.tell("on_training_end", wait)

@@ -16,33 +16,32 @@ from collections.abc import Collection
 from typing import Any
 
 from ...findings import Finding
-from ...planning.plan import Plan
 from ...tracking import clock
 from ...tracking import events as ev
-from .. import api, hooks, limits
-from ..api import Reporter
+from .. import hooks, limits
 from ..device_scalars import captures
 from ..hooks import Observer
 from ..hooks.guard import telemetry
+from ..rank_context import RankContext
 from .data_loading import DataLoadingMeter
 from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
 from .precision import PrecisionMeter
-from .totals.training_place import TrainingPlace
+from .totals.training_place import LibraryPlaces, TrainingPlace
 from .totals.trainings import TrainingCount
 
 
 class TrainingMeter(Observer):
     """Counts what a rank does, and reports it. It keeps no object of the user alive."""
 
-    def __init__(self, reporter: Reporter, plan: Plan | None = None) -> None:
-        writer, rank = reporter.writer, reporter.rank
-        self._writer, self._rank, self._reader = writer, rank, reporter.late
-        self._work = WorkSampler(writer, rank, reporter.world_size, plan.task if plan else None)
-        self._loss = LossMeter(reporter.late, self._report_divergence, self._work.see_loss)
+    def __init__(self, context: RankContext, places: LibraryPlaces) -> None:
+        writer, rank, self._context = context.writer, context.rank, context
+        self._writer, self._rank, self._reader = writer, rank, context.scalars
+        self._work = WorkSampler(writer, rank, context.world_size, context.job.plan.task)
+        self._loss = LossMeter(context.scalars, self._report_divergence, self._work.see_loss)
         self._loading = DataLoadingMeter(self._tick)
         self._precision = PrecisionMeter()
-        self._place, self._trainings = TrainingPlace(), TrainingCount()
+        self._place, self._trainings = TrainingPlace(places), TrainingCount()
         self._steps = 0  # rounds of all optimizers: a GAN has two, a new fold a new one
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
         self._known: set[int] = set()  # ids of those that ever did
@@ -111,7 +110,7 @@ class TrainingMeter(Observer):
         self._newcomer = key if is_newcomer else None
         self._known.add(key)
         self._round.add(key)
-        api.optimizer_steps = self._steps
+        self._context.optimizer_steps = self._steps
         now = time.monotonic()
         self._look(now)
         if self._loading.fed_passes != self._passes:

@@ -24,7 +24,7 @@ from ...system.text import format_bytes, plural, text_of_html
 from ...tracking import clock
 from ...tracking import events as ev
 from ...transport import result_pickler
-from .. import api, limits
+from .. import limits, rank_context
 
 _KINDS = ("text/html", "image/png", "image/svg+xml", "image/jpeg", "text/latex", "text/markdown")
 _LEFT_OUT = "nbtrain: left out"
@@ -96,12 +96,13 @@ class RichOutput:
 
     def _note_widget(self, _original: Any, widget: Any, *_args: Any, **_kwargs: Any) -> None:
         """Report, once, that a widget was changed here: no message of it leaves a rank."""
-        if not self._has_noted_widget and api.active is not None and api.active.rank == 0:
+        context = rank_context.current()
+        if not self._has_noted_widget and context is not None and context.rank == 0:
             self._has_noted_widget = True
             name = type(widget).__name__
             text = f"a rank changed a widget ({name}), which the notebook does not show."
             remedy = "Print the value, log it, or return it and change the widget in the notebook."
-            api.active.writer.write(ev.RunNote.of(Finding("widget", text, remedy)))
+            context.writer.write(ev.RunNote.of(Finding("widget", text, remedy)))
 
     def _show(self, value: Any) -> None:
         """Display a value as a cell shows its last one."""
@@ -134,7 +135,7 @@ class RichOutput:
         Plain text alone is only printed, except in live ranks. Of a form over `MAX_DISPLAY_BYTES`,
         the text and the size are sent.
         """
-        if not isinstance(data, dict) or (reporter := api.active) is None:
+        if not isinstance(data, dict) or (context := rank_context.current()) is None:
             return
         name = str((transient or {}).get("display_id") or "")
         if not self._shows_values:
@@ -148,11 +149,11 @@ class RichOutput:
             # A character has six bytes at most.
             text = bundle.get("text/plain", "")[: limits.MAX_DISPLAY_BYTES // 8]
             bundle = {"text/plain": f"{text} ({format_bytes(size)} is too much to display)"}
-        event = ev.Displayed(clock.now(), reporter.rank, bundle, name, self._clears)
+        event = ev.Displayed(clock.now(), context.rank, bundle, name, self._clears)
         if self._clears:
             self._names.clear()
         self._clears = False
-        sharing_ranks = 1 if reporter.rank == 0 else reporter.world_size
+        sharing_ranks = 1 if context.rank == 0 else context.world_size
         self._send(event, room=limits.MAX_ALL_DISPLAYS_BYTES // sharing_ranks)
 
     def _print(self, text: str, name: str) -> None:
@@ -194,8 +195,9 @@ class RichOutput:
             self._last = None
 
     def _write(self, event: ev.Displayed) -> None:
-        if api.active is not None:
-            api.active.writer.write(event)
+        context = rank_context.current()
+        if context is not None:
+            context.writer.write(event)
 
 
 def _display_text(data: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ....system.instrumentation import patch
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
-from ....worker import api, hooks
+from ....worker import api, hooks, rank_context
 from ....worker.hooks.guard import guard_step
 from ....worker.hooks.observer import Observer, listeners
 from ....worker.limits import REPORT_INTERVAL_S
@@ -66,6 +66,7 @@ class FitMeter(Observer):
         }
         """What is called after the methods of a list of callbacks."""
         self._sources, self._writer, self._rank = sources, writer, rank
+        self._context = rank_context.get()
         self._trainings = TrainingCount()
         self._began: float | None = None  # of the first epoch of all
         self._epoch_began = self._now = self._due = 0.0
@@ -90,7 +91,7 @@ class FitMeter(Observer):
         self._epoch_began = self._now = time.monotonic()
         self._epoch, self._batch = epoch + 1, 0
         self._first = self._first or self._epoch
-        self._steps = self._steps_before = api.optimizer_steps
+        self._steps = self._steps_before = self._context.optimizer_steps
         self._is_training = True
         if self._began is None:  # until the first batch, which waits for the compiler
             self._began = self._epoch_began
@@ -104,7 +105,7 @@ class FitMeter(Observer):
             self._trainings.count_step(SimpleNamespace(param_groups=trained))
             self._training = self._trainings.number(self._epoch)
         self._batch = int(batch) + 1
-        self._steps = api.optimizer_steps = self._steps_before + self._batch
+        self._steps = self._context.optimizer_steps = self._steps_before + self._batch
         self._now = time.monotonic()
         if self._now >= self._due:
             self._due = self._now + REPORT_INTERVAL_S
@@ -132,7 +133,7 @@ class FitMeter(Observer):
 
     def on_training_end(self, wait: bool) -> None:
         """Report the last counts, unless another training came after them."""
-        if self._began is not None and self._steps == api.optimizer_steps:
+        if self._began is not None and self._steps == self._context.optimizer_steps:
             self._report(None, {})
 
     def _report(self, callbacks: Any, logs: Mapping[str, Any] | None) -> float | None:

@@ -16,7 +16,7 @@ from ....system.instrumentation import patch
 from ....tracking import clock
 from ....tracking import events as ev
 from ....tracking.event_log import EventWriter
-from ....worker import api, hooks
+from ....worker import hooks, rank_context
 from ....worker.hooks.guard import guard_step
 from ....worker.hooks.observer import Observer
 from ....worker.limits import REPORT_INTERVAL_S
@@ -46,7 +46,7 @@ class UpdateMeter(Observer):
     purpose = _PURPOSE
 
     def __init__(self, writer: EventWriter, rank: int) -> None:
-        self._writer, self._rank = writer, rank
+        self._writer, self._rank, self._context = writer, rank, rank_context.get()
         self._place = TrainingPlace()
         self._steps = 0
         self._began: float | None = None
@@ -58,7 +58,8 @@ class UpdateMeter(Observer):
         jax: Any = sys.modules["jax"]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)[:1]):
             return
-        self._steps = api.optimizer_steps = api.optimizer_steps + 1
+        self._context.optimizer_steps += 1
+        self._steps = self._context.optimizer_steps
         now = time.monotonic()
         if now >= self._due:
             self._began, self._due = self._began or now, now + REPORT_INTERVAL_S
@@ -67,7 +68,7 @@ class UpdateMeter(Observer):
 
     def on_training_end(self, wait: bool) -> None:
         """Report the last count, unless another training came after it."""
-        if self._began is not None and self._steps == api.optimizer_steps:
+        if self._began is not None and self._steps == self._context.optimizer_steps:
             self._report()
 
     def _report(self) -> None:

@@ -52,9 +52,6 @@ class LibraryPlace:
         return self.last
 
 
-_library: LibraryPlace | None = None
-
-
 def _lightning_place(fit_loop: Any) -> Place:
     """Return where Lightning's training stands, by whichever limit it will reach first."""
     trainer = fit_loop.trainer
@@ -77,34 +74,50 @@ def _lightning_place(fit_loop: Any) -> Place:
 class LibraryPlaces(Observer):
     """Takes note of where Lightning and transformers' Trainer stand."""
 
+    def __init__(self) -> None:
+        self._present: LibraryPlace | None = None
+
     def on_lightning_epoch(self, fit_loop: Any) -> None:
         """Read Lightning's loop from now on."""
-        global _library
-        _library = LibraryPlace(fit_loop=weakref.ref(fit_loop))
+        self._present = LibraryPlace(fit_loop=weakref.ref(fit_loop))
 
     def on_trainer_progress(self, state: Any, first: int, epoch: int, is_over: bool) -> None:
         """Record the position of the Trainer.
 
         Its own count of epochs changes at the end of a step, and elsewhere for a stream.
         """
-        global _library
         done, total = int(state.global_step), int(state.max_steps)
-        place = _library.last if _library is not None else Place()
+        place = self._present.last if self._present is not None else Place()
         if total > 0:
             epochs = math.ceil(state.num_train_epochs) if state.num_train_epochs else None
             epoch = min(max(1, epoch), epochs or sys.maxsize)
             rounds = (("step", max(0, done - first), max(1, total - first), first + 1),)
             place = Place(rounds, epoch, epochs)
-        _library = LibraryPlace(place, is_over)
+        self._present = LibraryPlace(place, is_over)
+
+    def forget_if_over(self) -> bool:
+        """Return whether no library trains now. Forgets the place of one that has ended.
+
+        Call it at a step.
+        """
+        if self._present is not None and self._present.is_over:
+            self._present = None
+        return self._present is None
+
+    def read(self) -> Place | None:
+        """Return where the library's training stands, or None if no library has reported that."""
+        return self._present.read() if self._present is not None else None
 
 
 class TrainingPlace:
     """Reads the loops around a step from time to time, and counts in between.
 
     In the loop of epochs, a round is a pass over the loader; without a loader, it follows steps.
+    `library` has the place of a library that trains, which is reported instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, library: LibraryPlaces | None = None) -> None:
+        self._library = library or LibraryPlaces()
         self._loops: Loops | None = None
         # Rounds that had begun, and steps or passes, at the last reading.
         self._at: tuple[int, int] = 0, 0
@@ -115,10 +128,8 @@ class TrainingPlace:
 
         Does nothing while a library reports its own place.
         """
-        global _library
-        if _library is not None and not _library.is_over:
+        if not self._library.forget_if_over():
             return
-        _library = None
         loops = loops_around(sys._getframe(1))
         if loops is None or not loops.known:
             self._loops = loops
@@ -159,8 +170,8 @@ class TrainingPlace:
         If a library has reported its place, that place instead. `epoch`, `batch` and `batches` are
         the loader's: they are used where the loops are unknown, and for the batch within an epoch.
         """
-        if _library is not None:
-            return _library.read()
+        if (place := self._library.read()) is not None:
+            return place
         loops = self._loops
         if loops is None:
             return Place(epoch=epoch)
