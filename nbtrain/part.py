@@ -4,8 +4,8 @@ A part is a folder in `nbtrain.parts` and a row in `TABLE`. Without both, its fe
 everything else works. Its ``__init__`` has a `Part`, which refers to all code as text
 ("module:name"), so that it is imported when it is used. From here the core gets commands, engines,
 and the parts' code for launches (`nbtrain.lifecycle.launch_sides`) and for ranks
-(`nbtrain.worker.rank_sides`). The core may depend on the traits of an engine or a plan, but not on
-the part that they belong to.
+(`nbtrain.worker.rank_context`). The core may depend on the traits of an engine or a plan, but not
+on the part that they belong to.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Part:
     launch_side: str = ""
     """A subclass of `nbtrain.lifecycle.launch_sides.LaunchSide`."""
     rank_side: str = ""
-    """A subclass of `nbtrain.worker.rank_sides.RankSide`."""
+    """A subclass of `nbtrain.worker.rank_context.RankSide`."""
     devices: frozenset[str] | None = None
     """The kinds of device whose ranks use the `rank_side`; None: all."""
     provides: Mapping[str, str] = field(default_factory=dict)

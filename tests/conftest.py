@@ -80,8 +80,8 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a child of the test process behind, but what spawned ranks are forked from."""
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     yield
-    if fork_server._current is not None:
-        before.add(fork_server._current.pid)
+    if fork_server.own.current is not None:
+        before.add(fork_server.own.current.pid)
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     if "notebook" not in request.fixturenames:
         assert not left, left

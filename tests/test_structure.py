@@ -157,7 +157,6 @@ TESTED_TOGETHER = {
     "ui/*": "tracking/test_state.py",
     "tracking/limits": "tracking/test_pruning.py",
     "worker/limits": "worker/observers/test_training_meter.py",
-    "worker/rank_sides": "test_part.py",
     "worker/hooks/*": "worker/hooks/test_hooks.py",
     "worker/observers/*": "worker/observers/test_training_meter.py",
     "worker/*": "engines/test_contract.py",

@@ -130,7 +130,7 @@ def _import_module(name: str) -> None:
 
     A module that failed is not imported ahead again. After an interrupt, which is raised, none is.
     """
-    global _variables_at_import
+    global _variables_at_import  # modules are imported once in a process
     _guard_forks()
     before = {*os.environ}
     if _variables_at_import is None and name.startswith("torch."):

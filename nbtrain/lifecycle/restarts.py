@@ -23,7 +23,7 @@ from ..tracking.run_folder import archive_attempt
 from ..tracking.state import RankState, RunState
 from ..transport.job import Job
 from ..worker import checkpoints
-from ..worker.rank_sides import sides_of
+from ..worker.rank_context import sides_of
 from . import imports_ahead, limits
 from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor

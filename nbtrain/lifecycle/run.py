@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import threading
@@ -43,10 +44,11 @@ from .follower import Follower, shared_follower
 from .run_info import frame, run_info
 from .supervisor import Interrupts, Supervisor
 
-_last: Run | None = None
-_last_pid: int | None = None
-_runs_since_pruning = 0
-"""Runs since the last call of `pruning.prune`."""
+_last: dict[int, Run] = {}
+"""The last run by process, as a forked rank inherits the kernel's."""
+
+_prunings = itertools.count(1)
+"""Numbers the calls of `prune_old_runs`."""
 
 _previous_curves: dict[str, dict[str, Any]] = {}
 """The main curve of the last run of each name, for the board of the next one."""
@@ -489,16 +491,13 @@ def prune_old_runs(newest: RunFolder, is_over: Callable[[], bool], *, every: int
     Only on each `every`-th call. `newest` is a run that has just begun and stays, as do runs that
     are running or in use. `is_over` ends the deleting early.
     """
-    global _runs_since_pruning
-    _runs_since_pruning += 1
-    if _runs_since_pruning >= every:
-        _runs_since_pruning = 0
+    if next(_prunings) % every == 0:
         pruning.prune(newest=newest, is_over=is_over)
 
 
 def last_run() -> Run | None:
     """Return the last run that this process launched, also if it failed; None before the first."""
-    return _last if _last_pid == os.getpid() else None  # a forked rank inherits the kernel's
+    return _last.get(os.getpid())
 
 
 def last_run_folder() -> Path | None:
@@ -529,8 +528,7 @@ class PreserveLastRun:
 
 def set_last_run(run: Run, in_background: bool = False) -> None:
     """Make `last_run` return `run`. With `in_background`, also list it in `background_runs`."""
-    global _last, _last_pid
-    _last, _last_pid = run, os.getpid()
+    _last[os.getpid()] = run
     if in_background:
         _background_runs.append(run)
 
@@ -568,7 +566,7 @@ def _keep_curve(run: Run) -> None:
 
 def previous_curve(name: str) -> dict[str, Any] | None:
     """Return the main curve of the last run of this name in this process, for a manifest."""
-    return _previous_curves.get(name) if _last_pid == os.getpid() else None
+    return _previous_curves.get(name) if os.getpid() in _last else None
 
 
 def background_runs() -> list[Run]:

@@ -19,7 +19,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import tpu as host_tpu
@@ -28,10 +28,7 @@ OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
 """Devices that only one process can use at a time, so that fresh ranks cannot use them either."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
-_has_set_check = False
 _count = ctypes.c_int()
-_driver: Any = None
-_loads_seen: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,25 @@ class AcceleratorInit:
         return f"In[{self.cell}]{line}" + (f": `{self.statement}`" if self.statement else "")
 
 
-_history: list[AcceleratorInit] = []
-_known: frozenset[str] = frozenset()
-_calls: tuple[str, ...] = ()
+@dataclass
+class _Record:
+    """What was found in this process so far."""
+
+    inits: list[AcceleratorInit] = field(default_factory=list)
+    """Every initialisation, oldest first."""
+    known: frozenset[str] = frozenset()
+    """Their names."""
+    calls: tuple[str, ...] = ()
+    """The calls that are about to initialise CUDA."""
+    driver: Any = None
+    """CUDA's driver library, once this process has loaded it."""
+    loads_seen: int | None = None
+    """How many libraries had been loaded when the driver was last searched for."""
+    has_set_check: bool = False
+    """Whether `set_nvml_check` has set the variable."""
+
+
+record = _Record()
 
 
 def initialized_accelerators() -> frozenset[str]:
@@ -108,13 +121,12 @@ def _loaded_driver() -> Any:
 
     Loads nothing. Searches again only after some library was loaded.
     """
-    global _driver, _loads_seen
     loads = _loads()
-    if _driver is None and (loads is None or loads != _loads_seen):
+    if record.driver is None and (loads is None or loads != record.loads_seen):
         with contextlib.suppress(OSError, AttributeError):  # not loaded; no RTLD_NOLOAD here
-            _driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-        _loads_seen = loads
-    return _driver
+            record.driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        record.loads_seen = loads
+    return record.driver
 
 
 class _Object(ctypes.Structure):
@@ -152,7 +164,7 @@ def _loads() -> int | None:
 
 def has_new_init() -> bool:
     """Return whether something was initialised since the last `record_inits`. Takes 2 to 3 µs."""
-    return not (initialized_accelerators() | frameworks_in_use()) <= _known
+    return not (initialized_accelerators() | frameworks_in_use()) <= record.known
 
 
 def record_inits(
@@ -163,27 +175,27 @@ def record_inits(
     A framework in use is recorded too, but not returned: one process of JAX or TensorFlow can use
     all devices, so it needs no warning. The stack of `note_calls` is used up.
     """
-    global _known, _calls
     accelerators = initialized_accelerators()
     new = [
-        AcceleratorInit(name, cell, line, statement, _calls if name in ("CUDA", "ROCm") else ())
-        for name in sorted((accelerators | frameworks_in_use()) - _known)
+        AcceleratorInit(
+            name, cell, line, statement, record.calls if name in ("CUDA", "ROCm") else ()
+        )
+        for name in sorted((accelerators | frameworks_in_use()) - record.known)
     ]
-    _calls = ()
-    _history.extend(new)
-    _known |= {init.name for init in new}
+    record.calls = ()
+    record.inits.extend(new)
+    record.known |= {init.name for init in new}
     return [init for init in new if init.name in accelerators]
 
 
 def note_calls(calls: tuple[str, ...]) -> None:
     """Keep the calls that are about to initialise CUDA for the next `record_inits`."""
-    global _calls
-    _calls = calls
+    record.calls = calls
 
 
 def history() -> tuple[AcceleratorInit, ...]:
     """Return every initialisation that was found in this process, oldest first."""
-    return tuple(_history)
+    return tuple(record.inits)
 
 
 def first_cause(name: str) -> AcceleratorInit:
@@ -193,7 +205,7 @@ def first_cause(name: str) -> AcceleratorInit:
     record for `name`.
     """
     record_inits()
-    seen = (init for init in _history if init.name == name)
+    seen = (init for init in record.inits if init.name == name)
     return next(seen, AcceleratorInit(name))
 
 
@@ -202,15 +214,15 @@ def set_nvml_check() -> None:
 
     Sets an environment variable, which child processes inherit. A value of the user stays.
     """
-    global _has_set_check
     if _NVML_CHECK not in os.environ:
         os.environ[_NVML_CHECK] = "1"
-        _has_set_check = True
+        record.has_set_check = True
 
 
 def env_without_nvml_check(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment for a rank, without the variable of `set_nvml_check`."""
-    return {k: v for k, v in environment.items() if not (_has_set_check and k == _NVML_CHECK)}
+    left_out = {_NVML_CHECK} if record.has_set_check else set()
+    return {name: value for name, value in environment.items() if name not in left_out}
 
 
 def remove_nvml_check() -> None:
@@ -219,7 +231,6 @@ def remove_nvml_check() -> None:
     ``torch.cuda.is_available()`` then initialises CUDA again. For ranks, and when nbtrain is
     unloaded. A variable of the user stays.
     """
-    global _has_set_check
-    if _has_set_check:
+    if record.has_set_check:
         os.environ.pop(_NVML_CHECK, None)
-        _has_set_check = False
+        record.has_set_check = False

@@ -47,8 +47,7 @@ def open_() -> None:
 
 def close() -> None:
     """Remove the patches of `open_`, and end what `block` refuses."""
-    global _blocking
-    _blocking = False
+    block(False)
     while _undo:
         _undo.pop()()
 
@@ -58,7 +57,7 @@ def block(wanted: bool) -> bool:
 
     A refused call raises `AcceleratorBlockedError`.
     """
-    global _blocking
+    global _blocking  # it holds for the whole process
     before, _blocking = _blocking, wanted
     return before
 

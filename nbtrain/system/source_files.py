@@ -65,7 +65,7 @@ _cell_names: Callable[[], Mapping[str, str]] = dict
 
 def use_cell_names(names: Callable[[], Mapping[str, str]]) -> None:
     """Make `cell_name` use these names by files, in a process without the notebook's cells."""
-    global _cell_names
+    global _cell_names  # a process shows the cells of one notebook
     _cell_names = names
 
 

@@ -38,7 +38,7 @@ def follow(offset: float) -> None:
 
     That process may have begun before the clock was set.
     """
-    global _offset
+    global _offset  # a process has one clock
     _offset = offset
 
 

@@ -17,7 +17,7 @@ def progress(state: RunState, now: float | None = None) -> run_progress.RunProgr
     The last result is cached, and returned again for the same `state` object and time. Without
     `now`, any cached result of this state is returned, else its progress at the launch.
     """
-    global _cached
+    global _cached  # the drawings of one state follow each other
     if _cached is not None and _cached[0]() is state and now in (None, _cached[1]):
         return _cached[2]
     at = state.created if now is None else now

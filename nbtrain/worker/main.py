@@ -41,7 +41,7 @@ from . import (
 )
 from .output import shown_errors
 from .output.rich_output import RichOutput
-from .rank_context import RankContext
+from .rank_context import RankContext, sides_of
 from .rank_environment import (
     allow_fsdp_on_cpu,
     clear_prepared_marks,
@@ -55,7 +55,6 @@ from .rank_environment import (
     set_fork_start_method,
     use_own_workers,
 )
-from .rank_sides import sides_of
 from .task_runner import run_task
 from .thread_joining import join_new_threads, join_threads
 
@@ -132,7 +131,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
 
 
 def _make_context(job: Job, rank: int) -> RankContext:
-    """Return the context of a task, and stop at SIGINT as its run asks from now on.
+    """Return the context of a task, and handle SIGINT for its run from now on.
 
     In a live rank, it shares with the context of the process what outlives a task.
     """
@@ -178,7 +177,7 @@ def run_and_report(
 ) -> tuple[int, BaseException | None]:
     """Run the task, leave its outcome in the run folder, and return exit code and exception.
 
-    The exception is None after a success, and after ``sys.exit`` with another code than 0.
+    There is no exception after a success, or after ``sys.exit`` with another code than 0.
     """
     with contextlib.ExitStack() as after:
         return _run_and_report(context, call, after)

@@ -1,13 +1,16 @@
-"""The state of a rank in one object: `RankContext`, which `main` makes from the `Job`.
+"""The state of a rank in one object, `RankContext`, and what a part does in a rank: `RankSide`.
 
-What runs in a rank gets it as an argument. The functions that training code calls, such as
-`nbtrain.log`, get it from `current`.
+`main` makes the context from the `Job`. What runs in a rank gets it as an argument. The functions
+that training code calls, such as `nbtrain.log`, get it from `current`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .. import part
 from ..system.files import ReservedFile
 from ..tracking.event_log import EventWriter
 from ..transport.job import Job
@@ -30,7 +33,7 @@ class RankContext:
     reserve: ReservedFile
     """Space for the last file of the rank, which reports how its task has ended."""
     stopper: StopOnRequest | None = None
-    """Handles SIGINT. None for a rank in the kernel, which is interrupted as any cell."""
+    """Handles SIGINT. A rank in the kernel has none: it is interrupted as any cell."""
     checkpoint_refusal: str = ""
     """Why this rank cannot save checkpoints; "" if it can."""
     optimizer_steps: int = 0
@@ -56,19 +59,48 @@ _current: RankContext | None = None
 
 
 def current() -> RankContext | None:
-    """Return the context of this process, or None if it is no rank."""
+    """Return the context of this process. It is None if the process is not a rank."""
     return _current
 
 
 def get() -> RankContext:
-    """Return the context of this process, which is a rank. Raises `RuntimeError` elsewhere."""
+    """Return the context of this rank. Raises `RuntimeError` in a process that is not a rank."""
     if _current is None:
-        raise RuntimeError("this process is no rank of nbtrain")
+        raise RuntimeError("this process is not a rank of nbtrain")
     return _current
 
 
 def set_current(context: RankContext | None) -> RankContext | None:
-    """Make a context that of this process, or with None make it no rank; return the one before."""
+    """Set the context of this process, and return the one before. With None, it is not a rank."""
     global _current  # a process is one rank at most
     before, _current = _current, context
     return before
+
+
+class RankSide:
+    """A part's side of a rank, one object a process; a part overrides what it needs."""
+
+    def begin(self, context: RankContext) -> None:
+        """Prepare for a task."""
+
+    def finish_task(self, context: RankContext) -> None:
+        """Let what was queued end: the task has returned, and a peer may wait for this rank."""
+
+    def handle_failure(self, context: RankContext, error: BaseException) -> None:
+        """Look at an exception of the task, before it is reported."""
+
+
+def sides_of(job: Job) -> Iterator[RankSide]:
+    """Yield the `RankSide` of each part that has one for the job's device; none in the kernel.
+
+    A process has one object of each, which is made at the first use.
+    """
+    for each in () if job.in_kernel else part.parts().values():
+        if each.rank_side and (each.devices is None or job.device in each.devices):
+            yield _side(each.rank_side)
+
+
+@functools.cache
+def _side(reference: str) -> RankSide:
+    side: RankSide = part.load(reference)()
+    return side

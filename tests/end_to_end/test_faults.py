@@ -75,7 +75,7 @@ def unharmed(
     health: Callable[[], dict[str, Any]], request: pytest.FixtureRequest
 ) -> Iterator[None]:
     """This process stays as it was, as a kernel must."""
-    if "spawn" in request.node.name and fork_server._current is None:
+    if "spawn" in request.node.name and fork_server.own.current is None:
         faults.launched(Row("exception", "end", "x", engine="spawn"))  # its server stays
     before = health()
     yield

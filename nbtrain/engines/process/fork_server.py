@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...system.files import is_readable
@@ -209,9 +210,23 @@ class ForkServer:
             self._process.wait()
 
 
-_current: ForkServer | None = None
-_failures = 0
-_has_registered = False
+@dataclass
+class _OwnServer:
+    """The server of this process."""
+
+    current: ForkServer | None = None
+    failures: int = 0
+    has_registered: bool = False
+    """Whether a fork of this process forgets the server, and its exit ends it."""
+
+    def forget(self) -> None:
+        """Drop the parent's server in a fork of this process, without ending it."""
+        if self.current is not None:
+            self.current.forget()
+            self.current = None
+
+
+own = _OwnServer()
 _subreaper_lock = threading.Lock()
 
 
@@ -222,43 +237,33 @@ def begin(environment: Mapping[str, str], modules: Sequence[str]) -> ForkServer 
     differs by rank and launch. A server that would import something else is ended first. None
     outside Linux, after `MAX_SERVER_FAILURES` failures, without free processes or descriptors.
     """
-    global _current, _has_registered
-    if sys.platform != "linux" or _failures >= limits.MAX_SERVER_FAILURES:
+    if sys.platform != "linux" or own.failures >= limits.MAX_SERVER_FAILURES:
         return None
     try:
         read = {n: v for n, v in environment.items() if n.startswith(_READ_AT_IMPORT)}
         facts = (read, list(modules), _inherited_state())
-        if _current is not None and (_current.facts != facts or _current.has_ended()):
+        if own.current is not None and (own.current.facts != facts or own.current.has_ended()):
             end()
-        if _current is None:
-            _current = ForkServer(environment, modules, facts)
-        if not _has_registered:
-            _has_registered = True
-            os.register_at_fork(after_in_child=_forget)
+        if own.current is None:
+            own.current = ForkServer(environment, modules, facts)
+        if not own.has_registered:
+            own.has_registered = True
+            os.register_at_fork(after_in_child=own.forget)
             atexit.register(end)
     except OSError as error:  # out of processes or descriptors
         LOGGER.info("no process imports ahead of time: %s", error)
         end()
-    return _current
+    return own.current
 
 
 def end(reason: str = "") -> None:
     """End this process's server, if it has one. With a `reason`, count that as a failure of it."""
-    global _current, _failures
     if reason:
-        _failures += 1
+        own.failures += 1
         LOGGER.info("ranks are not forked from a process that was kept: %s", reason)
-    if _current is not None:
-        _current.close()
-        _current = None
-
-
-def _forget() -> None:
-    """Drop the parent's server in a fork of this process, without ending it."""
-    global _current
-    if _current is not None:
-        _current.forget()
-        _current = None
+    if own.current is not None:
+        own.current.close()
+        own.current = None
 
 
 def installed_folders(path: Sequence[str]) -> list[str]:

@@ -18,8 +18,7 @@ from ...system.source_files import is_own
 from ...tracking import clock
 from ...tracking import events as ev
 from ...worker import rank_context
-from ...worker.rank_context import RankContext
-from ...worker.rank_sides import RankSide, sides_of
+from ...worker.rank_context import RankContext, RankSide, sides_of
 from .remote_pdb import NotebookFile, make_debugger
 
 PATIENCE = timedelta(days=30)

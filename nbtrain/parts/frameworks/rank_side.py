@@ -16,8 +16,7 @@ from ...system.instrumentation import when_imported
 from ...tracking.event_log import EventWriter
 from ...worker import hooks
 from ...worker.hooks.guard import guard_step
-from ...worker.rank_context import RankContext
-from ...worker.rank_sides import RankSide
+from ...worker.rank_context import RankContext, RankSide
 from . import LIBRARIES, VARIABLES
 
 _WATCHED = {
@@ -85,7 +84,7 @@ class FrameworksRank(RankSide):
 
         self._has_joined = True
         values.register()
-        own, plan = world.set_world(self._job, self._rank), self._job.plan
+        own, plan = world.current_world(), self._job.plan
         if own.size > 1:
             joining.join_when_asked(self._inherited or {})
             if own.rank == 0 and "steps" in plan.telemetry:

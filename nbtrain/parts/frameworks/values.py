@@ -60,7 +60,7 @@ def prepare(plan: Plan) -> None:
 
     The note is global: it goes with every value that is pickled until the next call.
     """
-    global _joining
+    global _joining  # pickle calls the reducers without arguments of ours
     register()
     keras_models.register()
     source = "\n".join(task_values.source_lines(plan.task))

@@ -19,7 +19,7 @@ from ...errors import LaunchError
 from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.world import Placement
 from ...system.network import is_loopback, own_address
-from ...transport.job import Job
+from ...worker import rank_context
 
 JOIN_TIMEOUT_S = 300.0
 """As JAX waits for its processes."""
@@ -45,28 +45,22 @@ class Addresses:
     coordinator: str
 
 
-_world: World | None = None
-_addresses: Addresses | None = None
-
-
-def set_world(job: Job, rank: int) -> World:
-    """Remember the world of this rank in the process's first task, and return it.
-
-    Later calls return the same world: a live rank's is that of its first task.
-    """
-    global _world
-    if _world is None:  # a live rank's world is that of its first task
-        place = job.world or Placement(0, 1, 0, job.world_size, "127.0.0.1", job.port)
-        local = rank - place.begin
-        host, port = place.master_addr, place.master_port
-        _world = World(place.first + local, local, place.size, host, port, job.attempt)
-    return _world
+_addresses: dict[World, Addresses] = {}
+"""The addresses that this rank has published and read, by its world."""
 
 
 def current_world() -> World:
-    """Return the world of this rank, also before its task has begun: values are loaded earlier."""
-    if _world is not None:
-        return _world
+    """Return the world of this rank, also before its task has begun: values are loaded earlier.
+
+    A live rank's is that of its process.
+    """
+    context = rank_context.current()
+    if context is not None:
+        job = context.process_job
+        place = job.world or Placement(0, 1, 0, job.world_size, "127.0.0.1", job.port)
+        local = context.rank - place.begin
+        host, port = place.master_addr, place.master_port
+        return World(place.first + local, local, place.size, host, port, job.attempt)
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     rank, local, size, port, restarts = (int(os.environ[name]) for name in numbers)
     return World(rank, local, size, os.environ["MASTER_ADDR"], port, restarts + 1)
@@ -77,12 +71,11 @@ def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
 
     Raises `LaunchError` if another rank has not published its addresses within `timeout_s`.
     """
-    global _addresses
-    if _addresses is not None:
-        return _addresses
+    world = current_world()
+    if world in _addresses:
+        return _addresses[world]
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    world = current_world()
     host, port, patience = world.store_host, world.store_port, timedelta(seconds=timeout_s)
     of_run = TCPStore(host, port, None, False, patience, wait_for_workers=False)
     store = PrefixStore(f"nbtrain/frameworks/{world.attempt}", of_run)
@@ -99,8 +92,8 @@ def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
             )
         time.sleep(POLL_INTERVAL_S / 10)
     published = [store.get(rank).decode().split() for rank in ranks]
-    _addresses = Addresses(tuple(worker for worker, _ in published), published[0][1])
-    return _addresses
+    workers = tuple(worker for worker, _ in published)
+    return _addresses.setdefault(world, Addresses(workers, published[0][1]))
 
 
 def _own_host(world: World) -> str:

@@ -83,9 +83,10 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     A ``restart`` first ends those that live, and without options takes the last ones. A value of
     the user's own in `ranks` stays.
     """
-    global _last_options
-    old = live_ranks.current()
-    given = split_line(text) or (_last_options if name == "restart" else [])
+    old, last = live_ranks.current(), live_ranks.last()
+    given: Sequence[str] = split_line(text)
+    if not given and name == "restart" and last is not None:
+        given = last.options
     options = check_parsed(
         parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given)
     )
@@ -93,7 +94,7 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
         old.stop()
     given_options = {o.argument: getattr(options, o.field) for o in _start_options()}
     ranks = live_ranks.start(**given_options, idle_timeout=options.idle_timeout)
-    _last_options = given
+    ranks.options = given
     known = namespace.get("ranks")
     is_free = known is None or type(known) is live_ranks.LiveRanks
     if is_free:
@@ -104,9 +105,6 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
         f"%%distributed cells run on them, and what a cell defines stays there. `ranks` {held}. "
         "%nbtrain stop ends them"
     )
-
-
-_last_options: list[str] = []
 
 
 def _start_options() -> list[Any]:

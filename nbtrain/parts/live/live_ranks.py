@@ -60,8 +60,8 @@ _TPU_CUT_OFF = (
     "fail from now on: copy what you need with %nbtrain pull, then %nbtrain restart"
 )
 
-_live: LiveRanks | None = None
-_live_pid: int | None = None
+_live: dict[int, LiveRanks] = {}
+"""The last live ranks by process, as a fork inherits those of its parent."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -139,7 +139,6 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
     They are stopped when this process exits. Raises what ended a rank, or `LaunchError`; then, as
     after an interrupt, all ranks are ended.
     """
-    global _live, _live_pid
     channels: dict[int, Channel] = {}
     names: dict[int, set[str]] = {}
     deadline = time.monotonic() + limits.START_TIMEOUT_S
@@ -165,9 +164,9 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
             channel.close()
         run.stop("because the ranks could not be started")
         raise
-    _live, _live_pid = LiveRanks(run, channels, names, snapshot), os.getpid()
-    atexit.register(_live.stop)
-    return _live
+    started = _live[os.getpid()] = LiveRanks(run, channels, names, snapshot)
+    atexit.register(started.stop)
+    return started
 
 
 def _hello(channel: Channel, secret: str) -> Message | None:
@@ -187,16 +186,19 @@ def _hello(channel: Channel, secret: str) -> Message | None:
 
 def current() -> LiveRanks | None:
     """Return the ranks that live, if there are any."""
-    if _live is not None and _live_pid == os.getpid() and not _live.has_ended:
-        return _live
-    return None
+    ranks = last()
+    return None if ranks is None or ranks.has_ended else ranks
+
+
+def last() -> LiveRanks | None:
+    """Return the last ranks that this process started, also if they have ended."""
+    return _live.get(os.getpid())
 
 
 def find_lost_ranks() -> LiveRanks | None:
     """Return ranks that have ended and were not stopped or replaced."""
-    if _live is None or _live_pid != os.getpid() or not _live.has_ended or _live.was_stopped:
-        return None
-    return _live
+    ranks = last()
+    return ranks if ranks is not None and ranks.has_ended and not ranks.was_stopped else None
 
 
 def _exclusive_use(
@@ -252,7 +254,9 @@ class LiveRanks:
     def __init__(
         self, run: Run, channels: dict[int, Channel], names: dict[int, set[str]], snapshot: Snapshot
     ) -> None:
-        self._run, self._channels = run, channels
+        self._run, self._channels, self._pid = run, channels, os.getpid()
+        self.options: Sequence[str] = ()
+        """The options that ``%nbtrain start`` was given."""
         self.variables = Variables(self._ask, names, snapshot)
         self._reloaded = ReloadedModules(channels)
         self._are_far = not all(channel.passes_files for channel in channels.values())
@@ -856,7 +860,7 @@ class LiveRanks:
 
         Does nothing in a process that was forked from the notebook's.
         """
-        if os.getpid() != _live_pid:
+        if os.getpid() != self._pid:
             return
         self._is_stopped.set()
         if self._busy_with() and self._background_run is not None:

@@ -177,19 +177,23 @@ class DriverClient:
             self._process.wait()
 
 
-_kept: DriverClient | None = None
-"""A driver that has joined a cluster, and that a launch like the one before may use again."""
+class _Kept:
+    """What this process keeps for its next launch."""
+
+    driver: DriverClient | None = None
+    """A driver that has joined a cluster, and that a launch like the one before may use again."""
+    cluster: _OwnCluster | None = None
+    """The cluster of ``--address local``."""
+
+    def forget_driver(self) -> None:
+        """Leave the driver to the process that this one was forked from: it ends with that."""
+        if self.driver is not None:
+            self.driver.close()
+            self.driver = None
 
 
-def _forget_driver() -> None:
-    """Leave the driver to the process that this one was forked from: it ends with that alone."""
-    global _kept
-    if _kept is not None:
-        _kept.close()
-        _kept = None
-
-
-os.register_at_fork(after_in_child=_forget_driver)
+kept = _Kept()
+os.register_at_fork(after_in_child=kept.forget_driver)
 
 
 class _OwnCluster:
@@ -230,26 +234,22 @@ class _OwnCluster:
         return False
 
 
-_own_cluster: _OwnCluster | None = None
-
-
 def _own() -> _OwnCluster:
     """Return the local cluster of this kernel; start one if the last cannot be used.
 
     Waits for Ray. The last one is left to end with the runs that use it. Raises `LaunchError` if
     none can be started.
     """
-    global _own_cluster
-    last, _own_cluster = _own_cluster, None
+    last, kept.cluster = kept.cluster, None
     try:
         if last is not None and last.is_usable():
-            _own_cluster = last
+            kept.cluster = last
     finally:  # an interrupt leaves half an answer behind
-        if last is not None and _own_cluster is None:
+        if last is not None and kept.cluster is None:
             last.close_and_reap()
-    if _own_cluster is None:
-        _own_cluster = _OwnCluster()
-    return _own_cluster
+    if kept.cluster is None:
+        kept.cluster = _OwnCluster()
+    return kept.cluster
 
 
 def _is_read_at_start(name: str) -> bool:
@@ -311,11 +311,10 @@ class RayEngine(Engine):
         The driver of the last run is used again if address, sources and environment are the same.
         Raises `LaunchError` if the cluster cannot be joined.
         """
-        global _kept
         read = {n: v for n, v in os.environ.items() if n.startswith(("RAY_", "PYTHON"))}
         files = dependencies.fingerprint(Path(sources)) if sources else None
         cause = (os.getpid(), address, auth_mode, read, sources, files)
-        self._client, _kept = _kept, None
+        self._client, kept.driver = kept.driver, None
         if self._client is not None:
             with contextlib.suppress(LaunchError):  # its cluster, or Ray in it, may have ended
                 if self._client.cause == cause:
@@ -369,14 +368,13 @@ class RayEngine(Engine):
 
         A process that was forked for the run closes its own copy.
         """
-        global _kept
         client, self._client = self._client, None
         if client is None:
             return
         with contextlib.suppress(LaunchError):
             if client.is_free:
                 client.send(Driver.rest)  # its answer is read before that to the next request
-                _kept = client
+                kept.driver = client
                 return
         client.close_and_reap()
 

@@ -12,8 +12,7 @@ from typing import Any
 from ...system.instrumentation import when_imported
 from ...worker import device_scalars, hooks, limits
 from ...worker.device_scalars import Then
-from ...worker.rank_context import RankContext
-from ...worker.rank_sides import RankSide
+from ...worker.rank_context import RankContext, RankSide
 from . import xla
 from .compilation import CompilationMeter
 

@@ -10,13 +10,12 @@ import threading
 from functools import partial
 from typing import Any
 
-from ...system.instrumentation import undo_later
+from ...system.instrumentation import undo_later, when_imported
 from . import (
-    accelerate,
     batches,
-    fastai,
     guard,
     lightning,
+    logged_values,
     losses,
     models,
     phases,
@@ -24,6 +23,7 @@ from . import (
     steps,
 )
 from . import transformers as trainer
+from .hook_state import state
 from .observer import EVENTS, Observer, listeners, tell
 
 __all__ = ["Observer", "add", "begin_steps", "begin_task", "drop", "tell"]
@@ -43,8 +43,8 @@ _WATCH = {
     "on_model_wrap": (models.watch_wrapping,),
     "on_autocast": (models.watch_autocast,),
     "on_phase": (phases.watch,),
-    "on_log": (trainer.watch, lightning.watch_logs, fastai.watch),
-    "on_accelerate_log": (accelerate.watch,),
+    "on_log": (trainer.watch, lightning.watch_logs, logged_values.watch_fastai),
+    "on_accelerate_log": (logged_values.watch_accelerate,),
     "on_trainer_progress": (trainer.watch,),
     "on_lightning_epoch": (lightning.watch_fitting,),
     "on_bar": (progress_bars.watch,),
@@ -74,9 +74,12 @@ def keep() -> None:
 
 
 def begin_task() -> None:
-    """Start to observe a task. What libraries did before belongs to another task."""
-    guard.activate()
-    losses.forget_scaling()
+    """Start to observe a task. What libraries did before belongs to another task.
+
+    torch.compile leaves nbtrain's functions out.
+    """
+    state.begin_task()
+    when_imported("torch._dynamo.trace_rules", guard.skip_in_compiler)
 
 
 def begin_steps() -> None:
@@ -84,7 +87,7 @@ def begin_steps() -> None:
 
     A thread of an earlier task may have made steps before.
     """
-    steps.forget_steps()
+    state.stepped.clear()
 
 
 def add(observer: Observer | Any, *events: str) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from ...system.instrumentation import when_imported
-
-is_asleep = False
-"""Whether this process was forked by a rank: a worker of a loader is no rank."""
-
-broken: set[str] = set()
-"""Purposes that have failed."""
+from .hook_state import state
 
 
 def stop(purpose: str, error: Exception) -> None:
     """Stop everything that serves a purpose, and print that in the rank's log."""
-    broken.add(purpose)
+    state.broken.add(purpose)
     reason = f"{type(error).__name__}: {error}"
     print(f"nbtrain: {purpose} stopped ({reason}); the training continues", file=sys.stderr)
 
@@ -34,7 +27,7 @@ def guard_step(purpose: str) -> Callable[[Callable[..., None]], Callable[..., No
     def guard(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def guarded_call(*args: Any) -> None:
-            if purpose not in broken and not is_asleep:
+            if purpose not in state.broken and not state.is_asleep:
                 try:
                     function(*args)
                 except Exception as error:  # tensors and samplers of any kind may raise anything
@@ -47,28 +40,6 @@ def guard_step(purpose: str) -> Callable[[Callable[..., None]], Callable[..., No
 
 telemetry = guard_step("telemetry")
 """Guards what has no purpose of its own."""
-
-
-def activate() -> None:
-    """Watch this process from now on, and no process that it forks; forget which purposes failed.
-
-    torch.compile leaves nbtrain's functions out.
-    """
-    global is_asleep
-    is_asleep = False
-    broken.clear()
-    _sleep_in_children()
-    when_imported("torch._dynamo.trace_rules", skip_in_compiler)
-
-
-@functools.cache
-def _sleep_in_children() -> None:
-    os.register_at_fork(after_in_child=_sleep)
-
-
-def _sleep() -> None:
-    global is_asleep
-    is_asleep = True
 
 
 _skipping: list[Any] = []

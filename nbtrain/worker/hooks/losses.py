@@ -8,6 +8,7 @@ from typing import Any
 
 from ...system.instrumentation import patch
 from .guard import telemetry
+from .hook_state import state
 from .observer import tell
 
 _UNSCALED = "_nbtrain_unscaled"
@@ -15,12 +16,6 @@ _UNSCALED = "_nbtrain_unscaled"
 
 _DIVISOR = "_nbtrain_divisor"
 """The attribute of a detached loss with what it was divided by."""
-
-_is_paused = False
-"""While a library scales the loss and goes backward."""
-
-_is_scaling = False
-"""Whether a loss was scaled since the last step: what comes of it is no loss."""
 
 
 def watch() -> None:
@@ -39,9 +34,8 @@ def watch() -> None:
 
 
 def forget_scaling() -> None:
-    """Forget that a loss was scaled, at a step or a task's begin: another training may follow."""
-    global _is_scaling
-    _is_scaling = False
+    """Forget that a loss was scaled, at a step: another training may follow."""
+    state.is_loss_scaled = False
 
 
 def divisor(loss: Any) -> int:
@@ -69,10 +63,10 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     losses.
     """
     tell("on_fetch_or_backward", False)
-    if _is_paused:
+    if state.is_loss_paused:
         return original(tensor, *args, **kwargs)
     loss = getattr(tensor, _UNSCALED, None)
-    if loss is not None or not _is_scaling:
+    if loss is not None or not state.is_loss_scaled:
         tell("on_backward", tensor if loss is None else loss)
     # A subclass's backward comes here again, from its `__torch_function__`.
     is_subclass = type(tensor) is not sys.modules["torch"].Tensor
@@ -81,7 +75,7 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a library's backward, and notify of the loss as it was before the library scaled it."""
-    if not _is_paused:  # else one library calls another
+    if not state.is_loss_paused:  # else one library calls another
         tell("on_backward", loss)
     return _pause_observers(True, original, engine, loss, *args, **kwargs)
 
@@ -91,7 +85,7 @@ def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
     scaled = original(scaler, outputs)
     if scaled is not outputs:  # the same where it is not enabled
         tell("on_loss_scaling")
-        if not _is_paused:
+        if not state.is_loss_paused:
             _remember_unscaled(outputs, scaled)
     return scaled
 
@@ -108,12 +102,11 @@ def _trainer_step(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any
 
 def _pause_observers(is_paused: bool, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function; with `is_paused`, do not notify of losses until it returns."""
-    global _is_paused
-    before, _is_paused = _is_paused, _is_paused or is_paused
+    before, state.is_loss_paused = state.is_loss_paused, state.is_loss_paused or is_paused
     try:
         return original(*args, **kwargs)
     finally:
-        _is_paused = before
+        state.is_loss_paused = before
 
 
 def _closure_result(original: Any, cls: Any, output: Any, normalize: int = 1) -> Any:
@@ -140,8 +133,7 @@ def _remember_unscaled(losses: Any, products: Any) -> None:
 
     Until `forget_scaling`, a tensor without that attribute is not reported as a loss.
     """
-    global _is_scaling
-    _is_scaling = True
+    state.is_loss_scaled = True
     if hasattr(losses, "detach"):
         losses, products = [losses], [products]
     if isinstance(losses, (list, tuple)):  # an iterator's products do not exist yet

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import guard
+from .hook_state import state
 
 
 class Observer:
@@ -96,10 +97,10 @@ def tell(event: str, *args: Any) -> None:
     An `Exception` of an observer stops all that serves its purpose, and is not raised. A
     KeyboardInterrupt is raised.
     """
-    if guard.is_asleep:
+    if state.is_asleep:
         return
     for purpose, method in listeners[event]:
-        if purpose not in guard.broken:
+        if purpose not in state.broken:
             try:
                 method(*args)
             except Exception as error:  # tensors and samplers of any kind may raise anything

@@ -7,23 +7,11 @@ torch's optimizer makes one step for each group of parameters, so the engine's s
 from __future__ import annotations
 
 import weakref
-from functools import partial
 from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
+from .hook_state import state
 from .observer import tell
-
-_inner: list[Any] | None = None
-"""Optimizers that stepped during a step of a library; None outside of such a step."""
-
-
-_known: dict[int, weakref.ref[Any]] = {}
-"""Optimizers that have stepped in this task, by id. CPython reuses the ids of freed objects."""
-
-
-def forget_steps() -> None:
-    """Forget which optimizers have stepped, because another task begins."""
-    _known.clear()
 
 
 def watch_creation() -> None:
@@ -37,8 +25,8 @@ def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     original(optimizer, *args, **kwargs)
 
 
-_is_hooked = False
-"""Whether torch calls `_handle_step`."""
+_handles: list[Any] = []
+"""The handle of torch's hook that calls `_handle_step`, while there is one."""
 
 
 def watch_steps() -> None:
@@ -51,30 +39,27 @@ def watch_steps() -> None:
 
 
 def _hook(module: Any) -> None:
-    global _is_hooked
-    if not _is_hooked:
-        _is_hooked = True
-        undo_later(partial(_unhook, module.register_optimizer_step_post_hook(_handle_step)))
+    if not _handles:
+        _handles.append(module.register_optimizer_step_post_hook(_handle_step))
+        undo_later(_unhook)
 
 
-def _unhook(handle: Any) -> None:
-    global _is_hooked
-    handle.remove()
-    _is_hooked = False
+def _unhook() -> None:
+    _handles.pop().remove()
 
 
 def _handle_step(optimizer: Any, *_: Any) -> None:
-    if _inner is None:
+    if state.stepping is None:
         _notify(optimizer)
     else:
-        _inner.append(optimizer)
+        state.stepping.append(optimizer)
 
 
 def _notify(optimizer: Any) -> None:
     """Notify of a step, and before that of the optimizer's first step in this task."""
-    known = _known.get(id(optimizer))
+    known = state.stepped.get(id(optimizer))
     if known is None or known() is not optimizer:
-        _known[id(optimizer)] = weakref.ref(optimizer)
+        state.stepped[id(optimizer)] = weakref.ref(optimizer)
         tell("on_first_step", optimizer)
     tell("on_step", optimizer)
 
@@ -98,9 +83,9 @@ def _skip_init_steps(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _collect_steps(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
     """Call a function without notifying; return its result and the optimizers that stepped."""
-    global _inner
-    outer, _inner = _inner, []
+    inner: list[Any] = []
+    outer, state.stepping = state.stepping, inner
     try:
-        return original(*args, **kwargs), _inner
+        return original(*args, **kwargs), inner
     finally:
-        _inner = outer
+        state.stepping = outer

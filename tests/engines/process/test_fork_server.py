@@ -20,7 +20,7 @@ from pathlib import Path
 from nbtrain.engines.process import fork_server
 from nbtrain.lifecycle import imports_ahead
 def server():
-    return fork_server._current and fork_server._current.pid
+    return fork_server.own.current and fork_server.own.current.pid
 """
 
 SPAWN = "%%distributed -n 2 -e spawn --as run\n"
@@ -90,7 +90,7 @@ def test_ranks_outlive_it_and_stop_when_asked(kernel: Notebook) -> None:
     assert out.ename == "KeyboardInterrupt"
     assert "interrupted" in out.board
     children = "[child.pid for child in __import__('psutil').Process().children()]"
-    assert kernel.value(f"{children} == [fork_server._current.pid]")  # another one
+    assert kernel.value(f"{children} == [fork_server.own.current.pid]")  # another one
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_it_ends_with_its_launcher_and_so_do_the_ranks(tmp_path: Path) -> None:
         "    time.sleep(60)\n"
         "options = {'num_processes': 2, 'engine': 'spawn', 'view': 'none'}\n"
         "nbtrain.launch(int, **options)\n"
-        "nbtrain.launch(train, fork_server._current.pid, **options)\n"
+        "nbtrain.launch(train, fork_server.own.current.pid, **options)\n"
     )
     launcher = subprocess.Popen([sys.executable, "-c", script])
     try:

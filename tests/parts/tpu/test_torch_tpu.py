@@ -82,8 +82,8 @@ def test_a_kernel_that_holds_the_tpu_is_refused(monkeypatch: pytest.MonkeyPatch)
         _is_initialized = staticmethod(lambda: True)
 
     monkeypatch.setitem(sys.modules, "torch_tpu._internal.device._device_ops_backend", Backend)
-    monkeypatch.setattr(accelerator_guard, "_history", [])
-    monkeypatch.setattr(accelerator_guard, "_known", frozenset())
+    monkeypatch.setattr(accelerator_guard.record, "inits", [])
+    monkeypatch.setattr(accelerator_guard.record, "known", frozenset())
     with pytest.raises(nbtrain.NbtrainError, match="TPU is already initialised") as refused:
         nbtrain.launch(int, engine="torch_tpu", view="none")
     assert "spawn" not in str(refused.value)  # fresh processes could not have it either

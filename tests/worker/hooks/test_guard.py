@@ -13,6 +13,7 @@ import nbtrain
 from nbtrain.planning.option_types import SOURCES
 from nbtrain.tracking import events as ev
 from nbtrain.worker.hooks import guard
+from nbtrain.worker.hooks.hook_state import state
 from tests.support.runs import events, last, launch
 
 
@@ -25,7 +26,7 @@ def test_the_first_error_stops_every_hook_and_is_reported_once(
         calls.append(number)
         raise ValueError("odd")
 
-    monkeypatch.setattr(guard, "broken", set())
+    monkeypatch.setattr(state, "broken", set())
     failing, other = guard.telemetry(fails), guard.telemetry(calls.append)
     other(1)
     failing(2)
@@ -35,10 +36,9 @@ def test_the_first_error_stops_every_hook_and_is_reported_once(
     assert capfd.readouterr().err.count("telemetry stopped (ValueError: odd)") == 1
 
 
-def test_in_a_process_that_was_forked_hooks_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_process_that_was_forked_hooks_do_nothing() -> None:
     calls: list[int] = []
-    monkeypatch.setattr(guard, "is_asleep", False)
-    guard._sleep_in_children()
+    state.begin_task()
     hook = guard.telemetry(calls.append)
     pid = os.fork()
     if pid == 0:

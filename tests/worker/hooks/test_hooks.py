@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
-from nbtrain.worker.hooks import guard
+from nbtrain.worker.hooks.hook_state import state
 from nbtrain.worker.hooks.observer import listeners
 
 
@@ -98,7 +98,7 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
         def on_step(self, optimizer: Any) -> None:
             raise ValueError("odd")
 
-    monkeypatch.setattr(guard, "broken", set())
+    monkeypatch.setattr(state, "broken", set())
     told = Told()
     with instrumentation.scope():
         hooks.add(Fails())

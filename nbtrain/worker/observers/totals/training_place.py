@@ -105,7 +105,7 @@ class LibraryPlaces(Observer):
         return self._present is None
 
     def read(self) -> Place | None:
-        """Return where the library's training stands, or None if no library has reported that."""
+        """Return the place that the library has reported last, if it has."""
         return self._present.read() if self._present is not None else None
 
 

@@ -1,4 +1,4 @@
-"""fastai: what it records; seen in 2.8."""
+"""Values that are logged through Accelerate, and recorded by fastai; seen in fastai 2.8."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from .guard import telemetry
 from .observer import tell
 
 
-def watch() -> None:
+def watch_accelerate() -> None:
+    """Notify of values given to ``accelerator.log``, for any tracker."""
+    patch("accelerate.accelerator:Accelerator", "log", _log)
+
+
+def _log(
+    original: Any, accelerator: Any, values: Any, step: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``Accelerator.log``, then notify of its values."""
+    result = original(accelerator, values, step, *args, **kwargs)
+    tell("on_accelerate_log", accelerator, values, step)
+    return result
+
+
+def watch_fastai() -> None:
     """Notify of the losses and metrics that a Learner records at the end of an epoch."""
     patch("fastai.learner:Recorder", "after_epoch", _after_epoch)
 
