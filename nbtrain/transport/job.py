@@ -42,4 +42,6 @@ class Job:
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What a fork does not copy: the names of the notebook's ``threads``, and the packages of those
     that ``libraries`` started."""
+    has_torch_xla: bool | None = None
+    """Whether torch_xla is installed. None: each rank finds out, which reads many folders."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

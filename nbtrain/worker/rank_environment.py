@@ -61,7 +61,9 @@ def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[
         del variables["TORCHELASTIC_RUN_ID"]
         variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
         variables |= _xla_precision(job.plan, inherited)
-    elif "USE_TORCH_XLA" not in inherited and tpu.has_torch_xla():
+    elif "USE_TORCH_XLA" not in inherited and (
+        tpu.has_torch_xla() if job.has_torch_xla is None else job.has_torch_xla
+    ):
         variables["USE_TORCH_XLA"] = "0"
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     is_local = is_loopback(world.master_addr)

@@ -6,11 +6,13 @@ a rank patches a library to observe it. Events without an observer are not patch
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ...system.instrumentation import undo_later, when_imported
+from ...system.instrumentation import collect_undos, undo_later, when_imported
 from . import (
     batches,
     guard,
@@ -71,6 +73,27 @@ def keep() -> None:
         for watch in _WATCH[event]:
             watch()
         _lasting.add(event)
+
+
+@contextlib.contextmanager
+def patched_for_forks() -> Iterator[None]:
+    """Patch the libraries for all events in the body, so that ranks that it forks need not.
+
+    The same patches in each rank would copy about 400 memory pages of this process there. In this
+    process nothing observes the events, so a call in another thread takes 200 ns more meanwhile.
+    """
+    with _patched_for_forks:
+        undos = collect_undos(keep)
+        try:
+            yield
+        finally:
+            _lasting.clear()
+            for undo in reversed(undos):
+                undo()
+
+
+_patched_for_forks = threading.Lock()
+"""Held while the ranks of one launch are forked: another thread may launch, too."""
 
 
 def begin_task() -> None:

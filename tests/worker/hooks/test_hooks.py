@@ -13,6 +13,7 @@ from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
 from nbtrain.worker.hooks.hook_state import state
 from nbtrain.worker.hooks.observer import listeners
+from tests.support.runs import launch
 
 
 class Told(hooks.Observer):
@@ -115,3 +116,17 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
 
 def test_each_event_is_told_of_by_something() -> None:
     assert set(hooks.EVENTS) - set(hooks._WATCH) == {"on_training_end"}  # the rank's own end
+
+
+def test_forked_ranks_inherit_the_patches_of_the_hooks_and_the_notebook_keeps_none() -> None:
+    def patched() -> list[str]:
+        return [p.name for p in instrumentation.patches() if ".hooks." in p.by]
+
+    before, backward = instrumentation.patches(), torch.Tensor.backward
+    all_sources = launch(patched, telemetry="all").results[0]
+    assert instrumentation.patches() == before
+    assert torch.Tensor.backward is backward
+    assert "backward" in all_sources
+    few_sources = launch(patched, telemetry="loss").results[0]
+    assert "backward" in few_sources
+    assert "display" not in few_sources

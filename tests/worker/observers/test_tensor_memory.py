@@ -13,7 +13,7 @@ from nbtrain.system import instrumentation
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
 from nbtrain.worker import hooks
-from nbtrain.worker.hooks import guard
+from nbtrain.worker.hooks.hook_state import state
 from nbtrain.worker.observers import tensor_memory
 from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, count_tensors
 
@@ -88,7 +88,7 @@ def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
         raise ValueError("no")
 
     monkeypatch.setattr(tensor_memory, "count_tensors", hostile)
-    monkeypatch.setattr(guard, "broken", set())
+    monkeypatch.setattr(state, "broken", set())
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     with instrumentation.scope():
         hooks.add(TensorMemoryMeter(log, 0))  # type: ignore[arg-type]
