@@ -4,7 +4,7 @@ FORK_TIMEOUT_S = 15.0
 """For the fork server to fork all ranks. On a very busy machine it took 1 s."""
 
 MAX_SERVER_FAILURES = 2
-"""After so many failed fork servers, this process starts no other."""
+"""After this number of failed fork servers, this process starts no other."""
 
 SERVER_IDLE_LIMIT_S = 1800.0
 """A fork server without a launch for so long ends, and frees its memory."""

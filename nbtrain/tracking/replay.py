@@ -22,7 +22,7 @@ from ..errors import NbtrainError
 from ..findings import Finding
 from ..system.files import Tail, count_newlines, open_regular
 from ..system.processes import boot
-from ..system.text import strip_escapes
+from ..system.text import MAX_TIME_S, strip_escapes
 from . import clock, limits
 from . import events as ev
 from .event_log import Reader, all_events
@@ -81,7 +81,7 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         )
     if type(ranks) is not int or not 0 < ranks <= limits.MAX_RANKS:
         raise NbtrainError(f"{place}: num_processes is {ranks!r:.40}: not a number of ranks")
-    if type(created) not in (int, float) or not 0 <= created < ev.MAX_TIME_S:
+    if type(created) not in (int, float) or not 0 <= created < MAX_TIME_S:
         raise NbtrainError(f"{place}: created is {created!r:.40}, which is not a time")
     return RunState(
         name=strip_escapes(str(manifest.get("name") or "run")),
@@ -119,7 +119,7 @@ def _clock_offset(manifest: Mapping[str, Any]) -> float | None:
     """Return the launcher's `clock.offset`; None if it is of another host or another boot."""
     offset, started = manifest.get("clock"), str(manifest.get("launcher_started"))
     is_here = manifest.get("host") == platform.node() and started.partition(" ")[2] == boot()
-    is_valid = type(offset) is float and abs(offset) < ev.MAX_TIME_S
+    is_valid = type(offset) is float and abs(offset) < MAX_TIME_S
     return offset if is_here and is_valid else None
 
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from ..hangs import verdict
 from ..system.text import (
-    MAX_DURATION_S,
+    MAX_TIME_S,
     format_bytes,
     format_duration,
     format_number,
@@ -144,7 +144,7 @@ def time_left(rank: RankState) -> str:
     seconds = bar.remaining
     if is_inside:
         seconds = run_progress.remaining(rank, run_progress.fraction(rank))
-    is_known = seconds is not None and 0 < seconds <= MAX_DURATION_S
+    is_known = seconds is not None and 0 < seconds <= MAX_TIME_S
     return format_duration(seconds) if is_known and seconds else ""
 
 

@@ -9,7 +9,7 @@ from ..checks.remedies import remedies, remedies_of_rank
 from ..hangs import verdict
 from ..system import tpu
 from ..system.text import (
-    MAX_DURATION_S,
+    MAX_TIME_S,
     format_bytes,
     format_bytes_of,
     format_count,
@@ -228,9 +228,7 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
 
 def whole_seconds(seconds: float) -> str:
     """Return a duration without fractions of a second, so that it changes at most once a second."""
-    return (
-        f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_DURATION_S)))
-    )
+    return f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_TIME_S)))
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:

@@ -115,7 +115,7 @@ class Summary:
 
 
 SCHEMA_VERSION = 1
-"""The version of the keys of `to_dict`. A change that a program would notice raises it."""
+"""The version of the keys of each `--json`. A change that can break a program raises it."""
 
 
 def to_dict(state: RunState, now: float) -> dict[str, Any]:

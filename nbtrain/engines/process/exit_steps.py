@@ -16,7 +16,6 @@ from typing import NoReturn
 
 from ...worker.thread_joining import join_threads
 from .. import limits
-from ..base import CRASHED_EXIT_CODE
 
 
 def run_exit_steps(inherited_tracker: int | None = None) -> None:
@@ -44,10 +43,10 @@ def run_exit_steps(inherited_tracker: int | None = None) -> None:
 def run_to_end(body: Callable[[], int]) -> NoReturn:
     """Run `body`, and end the process at once with the exit code that it returns.
 
-    An exception is printed, and the code is `CRASHED_EXIT_CODE`. No exit functions run, and no
-    files are flushed: `body` calls `run_exit_steps` for that.
+    An exception (an error in nbtrain) is printed, and the code is `os.EX_SOFTWARE`. No exit
+    functions run, and no files are flushed: `body` calls `run_exit_steps` for that.
     """
-    code = CRASHED_EXIT_CODE
+    code = os.EX_SOFTWARE
     try:
         code = body()
     except BaseException:  # there is no caller to return to
