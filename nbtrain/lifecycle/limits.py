@@ -16,8 +16,9 @@ hundred bytes."""
 
 # Starting and restarting.
 
-START_TIMEOUT_S = 20.0
-"""A cell waits this long for the ranks of a background run to start. They take 1 to 3 s."""
+START_TIMEOUT_S = 120.0
+"""For ranks to start, on any host. They take 1 to 3 s, and longer on a cluster or a loaded host. A
+rank that has not reported its start later may be unable to: on a full disk, its events are lost."""
 
 RESTART_DELAY_S = 1.0
 """Before the second attempt; the delay before each further one is longer by as much."""
@@ -30,10 +31,6 @@ MAX_TEMPDIR_CHARS = 58
 macOS), and a run's folder with a socket of nbtrain or `multiprocessing` adds 45."""
 
 # Stopping.
-
-STARTING_WINDOW_S = 60.0
-"""Ranks may still be starting for so long. A rank that has not reported its start later may be
-unable to: on a full disk, its events are lost."""
 
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """A rank that is failing has this time to report why; so have the others if all failures so far are

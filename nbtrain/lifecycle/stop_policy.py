@@ -194,7 +194,7 @@ class StopController:
     def _begin(self, cause: Cause, now: float, state: RunState) -> str:
         """Begin a stop; return its reason for the board."""
         self.cause, self._stop_began, self._delay = cause, now, 0.0
-        is_early = now - self._attempt_started < limits.STARTING_WINDOW_S
+        is_early = now - self._attempt_started < limits.START_TIMEOUT_S
         is_early = is_early and not any(map(_has_trained, state.ranks))
         # A rank that reports nothing by itself may have trained, and may have something to save.
         are_starting = any if self._sees_training else all

@@ -76,8 +76,8 @@ takes 10 ms, and 90 ms with 4 GB in use."""
 DRIVER_TIMEOUT_S = 5.0
 """A driver may take so long to answer."""
 
-GPU_RELEASE_TIMEOUT_S = 1.0
-"""A driver frees the memory of ended ranks within this time."""
+RELEASE_TIMEOUT_S = 1.0
+"""Killed ranks are gone within this time, and drivers and Ray count what they used as free."""
 
 GPU_MEMORY_NOISE_BYTES = 64 << 20
 """A GPU's memory changes by this much without a run."""

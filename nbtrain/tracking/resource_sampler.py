@@ -48,7 +48,7 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
     while time.monotonic() < deadline and not watch.is_over:
         if watch.seen:
             deadline = (
-                min(deadline, time.monotonic() + limits.GPU_RELEASE_TIMEOUT_S)
+                min(deadline, time.monotonic() + limits.RELEASE_TIMEOUT_S)
                 if memory is None
                 else deadline
             )

@@ -1,8 +1,9 @@
 """Limits of what travels between processes: sizes and times, and what each was measured on."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""How long a rank on another host may take to reach the notebook, and then to introduce itself. TCP
-repeats a lost request after 1, 3 and 7 s."""
+"""How long a process of this run may take to answer: a rank on another host to reach the notebook
+(TCP repeats a lost request after 1, 3 and 7 s), the fork server to fork the ranks (on a very busy
+machine it took 1 s), and a rank to publish its address."""
 
 CONNECTION_LOST_AFTER_S = 90
 """A host that answers nothing for so long is lost. Ray gives a node up after 60 s, and a link that

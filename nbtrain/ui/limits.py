@@ -50,4 +50,5 @@ ranks has no board."""
 
 REPORT_INTERVAL_S = 10.0
 """Time between two lines of progress of a rank in plain text, between two sentences for a screen
-reader while only numbers change, and between a failed drawing and the next attempt."""
+reader while only numbers change, between two means of the machine for a tracker, and between a
+failed drawing and the next attempt."""

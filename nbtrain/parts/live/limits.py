@@ -1,8 +1,5 @@
 """Limits of live ranks. Others are those of any run: `lifecycle.limits`."""
 
-START_TIMEOUT_S = 120.0
-"""For ranks to start. On a cluster or a loaded host, imports take long."""
-
 REPLY_TIMEOUT_S = 30.0
 """For idle ranks to reply."""
 

@@ -30,6 +30,7 @@ from ...lifecycle import launcher
 from ...lifecycle.limits import (
     FAILURE_REPORT_TIMEOUT_S,
     MAX_RESULT_IN_MEMORY_BYTES,
+    START_TIMEOUT_S,
     UNKILLABLE_AFTER_S,
     UNRESPONSIVE_AFTER_S,
 )
@@ -142,7 +143,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
     global _live, _live_pid
     channels: dict[int, Channel] = {}
     names: dict[int, set[str]] = {}
-    deadline = time.monotonic() + limits.START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     try:
         # A rank may connect before its pid is known here, which its first task needs.
         while len(channels) < run.state.world_size or any(r.pid is None for r in run.state.ranks):
@@ -153,7 +154,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
                 ranks = run.state.ranks
                 missing = [r.rank for r in ranks if r.rank not in channels or r.pid is None]
                 raise LaunchError(
-                    f"{format_ranks(missing)} did not begin within {limits.START_TIMEOUT_S:g} s"
+                    f"{format_ranks(missing)} did not begin within {START_TIMEOUT_S:g} s"
                 )
             channel = listener.accept(0.1)
             if channel is not None:

@@ -331,7 +331,7 @@ class Driver:
             parts = await self._ask(member, NodeRanks.read, dict(member.copies.have), 1.0)
             if parts:
                 member.copies.add(parts)
-                await asyncio.sleep(limits.COPY_INTERVAL_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _answer_questions(self, home: RunFolder) -> None:
         """Pass on the questions in the run folder to the nodes until all ranks have ended.
