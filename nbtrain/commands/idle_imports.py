@@ -72,7 +72,7 @@ class IdleImports:
         if self._running_count or "torch" not in sys.modules or not _is_idle():
             return
         from ..lifecycle import imports_ahead
-        from ..lifecycle.limits import POLL_INTERVAL_S
+        from ..tracking.limits import POLL_INTERVAL_S
 
         self._imports = self._imports or imports_ahead.import_one_by_one(own=True)
         with contextlib.suppress(KeyboardInterrupt):  # an import hung; it was the last one

@@ -2,10 +2,6 @@
 
 # Watching a run.
 
-POLL_INTERVAL_S = 0.1
-"""Between two reads of a run's folder, twice as long on a crowded host. A rank that ends wakes the
-loop at once. While a user types to a debugger in a rank, a fifth: a longer delay is felt."""
-
 FOLDER_CHECK_INTERVAL_S = 0.5
 """Between two checks whether the run's folder exists, its disk has space, and its supervisor runs.
 A check takes less than 0.1 ms on a local disk."""
@@ -42,16 +38,7 @@ UNKILLABLE_AFTER_S = 15.0
 UNRESPONSIVE_AFTER_S = 5.0
 """Live ranks that ignore an interrupt for so long are reported."""
 
-# What is kept, and what is read.
+# What is kept.
 
 PRUNE_EVERY_TASKS = 8
 """Tasks of live ranks between two prunings. Listing the folders takes longer than a short task."""
-
-MAX_RESULT_IN_MEMORY_BYTES = 1 << 20
-"""Smaller results stay in memory after the run, so that its folder may be pruned."""
-
-MAX_RANKS_READ = 16
-"""Ranks whose last metrics are read and averaged in a list of runs."""
-
-MAX_PARAMETER_CHARS = 200
-"""A longer text is data, not a parameter."""

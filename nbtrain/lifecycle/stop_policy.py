@@ -115,7 +115,7 @@ class StopController:
     def decide(
         self, now: float, state: RunState, alive: Collection[int], *, pressed: bool, asked: str
     ) -> tuple[str, list[StopSignal]]:
-        """Begin a stop if there is a cause; return its reason ('' if none begins), and signals.
+        """Begin a stop if there is a cause; return its reason, '' without one, and signals.
 
         The caller must send the signals: they count as sent. An interrupt during a stop kills the
         ranks at once. `pressed`: an interrupt came since the last decision. `asked`: who requested

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..findings import Finding
-from ..system.files import Tail, count_newlines, open_regular
+from ..system.files import SMALL_FILE_BYTES, Tail, count_newlines, open_regular
 from ..system.processes import boot
 from ..system.text import MAX_TIME_S, strip_escapes
 from . import clock, limits
@@ -209,9 +209,9 @@ def _read_log_end(path: Path, rank: int) -> tuple[ev.Output | None, int]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            begin = max(0, status.st_size - limits.MAX_TAIL_BYTES)
+            begin = max(0, status.st_size - SMALL_FILE_BYTES)
             lines = count_newlines(file.fileno(), 0, begin)
-            tail = os.pread(file.fileno(), limits.MAX_TAIL_BYTES, begin)
+            tail = os.pread(file.fileno(), SMALL_FILE_BYTES, begin)
     except FileNotFoundError:
         return None, 0
     if not tail:

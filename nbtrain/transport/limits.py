@@ -5,19 +5,17 @@ CONNECT_TIMEOUT_S = 10.0
 (TCP repeats a lost request after 1, 3 and 7 s), the fork server to fork the ranks (on a very busy
 machine it took 1 s), and a rank to publish its address."""
 
-CONNECTION_LOST_AFTER_S = 90
-"""A host that answers nothing for so long is lost. Ray gives a node up after 60 s, and a link that
-is cut for half a minute recovers. A kernel that is suspended, or busy in C, also reads nothing."""
-
 CHUNK_BYTES = 8 << 20
 """How much is read at once of a message's data, and how much of all growing files is copied to
 another host at once. Nothing larger is read of a sender that is not trusted yet, or sent of an
 exception's instance or one of its attributes."""
 
 MAX_EXCEPTION_CHAIN = 20
-MAX_EXCEPTION_CHARS = 1 << 16
-"""What is copied of an exception: its causes (as many of a group's members), and the characters of
-its message (or of one note)."""
+"""Causes of an exception that are copied, and members of a group."""
+
+MAX_TEXT_CHARS = 100_000
+"""Of a longer message or note of an exception, the rest is not copied, and a longer source is not
+read before a launch. Ordinary code of this length takes 0.3 s."""
 
 RESCUE_MAX_BYTES = 1 << 30
 """What is done unasked, is done with data up to this size: saving weights after a failure or an

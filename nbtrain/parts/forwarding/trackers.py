@@ -17,7 +17,7 @@ from ...tracking import events as ev
 from ...tracking.overview import history
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
-from ...transport.limits import MAX_EXCEPTION_CHARS
+from ...transport.limits import MAX_TEXT_CHARS
 from ...ui.limits import REPORT_INTERVAL_S
 from .notifications import reason
 
@@ -73,9 +73,7 @@ class RunTracker:
 
     def explain(self, error: BaseException) -> str:
         """Return the text of the note for an error of the tracker."""
-        text = (
-            strip_escapes(mask_text(str(error)[:MAX_EXCEPTION_CHARS]), 300) or type(error).__name__
-        )
+        text = strip_escapes(mask_text(str(error)[:MAX_TEXT_CHARS]), 300) or type(error).__name__
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:

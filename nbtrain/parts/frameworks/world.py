@@ -17,9 +17,9 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import LaunchError
-from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.world import Placement
 from ...system.network import is_loopback, own_address
+from ...tracking.limits import POLL_INTERVAL_S
 from ...transport.job import Job
 
 

@@ -29,7 +29,6 @@ from ...findings import Finding
 from ...lifecycle import launcher
 from ...lifecycle.limits import (
     FAILURE_REPORT_TIMEOUT_S,
-    MAX_RESULT_IN_MEMORY_BYTES,
     START_TIMEOUT_S,
     UNKILLABLE_AFTER_S,
     UNRESPONSIVE_AFTER_S,
@@ -41,6 +40,7 @@ from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.option_types import variable_name
 from ...planning.plan import Call, Cell, Plan
+from ...system.files import SMALL_FILE_BYTES
 from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
 from ...tracking.run_folder import RunFolder
@@ -773,7 +773,7 @@ class LiveRanks:
     def __getitem__(self, name: str) -> list[Any]:
         """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
         name = variable_name(name)
-        values = self.variables.fetch([name], MAX_RESULT_IN_MEMORY_BYTES, self._channels).values()
+        values = self.variables.fetch([name], SMALL_FILE_BYTES, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:

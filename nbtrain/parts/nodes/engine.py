@@ -24,13 +24,13 @@ from typing import Any
 from ...engines.fork import ForkEngine
 from ...errors import LaunchError
 from ...findings import Finding
-from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.plan import Plan, Task
 from ...planning.world import Placement, Rendezvous
 from ...system.network import interface_of, is_loopback, own_address
 from ...system.text import plural
 from ...tracking import clock
 from ...tracking import events as ev
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
 from ...transport.job import Job

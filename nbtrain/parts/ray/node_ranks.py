@@ -31,12 +31,12 @@ from ...findings import Finding
 from ...hangs import collectives, stacks
 from ...hangs import limits as hang_limits
 from ...hangs.exit_causes import Cause, OomKills
-from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.world import Placement
 from ...system import host
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.resource_sampler import Sampler
 from ...tracking.run_folder import RunFolder
 from ...transport import payload

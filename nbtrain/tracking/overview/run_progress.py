@@ -169,7 +169,7 @@ def _within(bar: ProgressBar, inner: float) -> float:
 def remaining(rank: RankState, done: float | None) -> float | None:
     """Return the seconds left at a rank's last report, if the rest is as fast as until then.
 
-    `done` is the rank's `fraction`. 0 if all is done; None before `MIN_ESTIMATE_S` of training, or
+    `done` is the rank's `fraction`. 0 if all is done; None before `RATE_WINDOW_S` of training, or
     if the share done is unknown.
     """
     if not done or done >= 1:
@@ -187,7 +187,7 @@ def remaining(rank: RankState, done: float | None) -> float | None:
             return None
         reported = max(bar.time for bar in rank.bars.values())  # by the clock of the events
         passed = reported - bars[0].time + bars[0].elapsed
-    if passed < limits.MIN_ESTIMATE_S:
+    if passed < limits.RATE_WINDOW_S:
         return None
     left = passed * (1 - done) / done
     return left if left < MAX_TIME_S else None
@@ -207,7 +207,7 @@ def _slowdown(trained: TrainingProgress | None) -> float:
 def _remaining_in_epoch(rank: RankState) -> float | None:
     """Return the seconds left in the present epoch, if they can be estimated."""
     trained = rank.progress
-    if trained is None or trained.bar is None or trained.elapsed < limits.MIN_ESTIMATE_S:
+    if trained is None or trained.bar is None or trained.elapsed < limits.RATE_WINDOW_S:
         return None
     left = trained.bar.remaining
     return None if left is None or left > MAX_TIME_S else left
