@@ -35,9 +35,6 @@ echoes (a rank that lost its peers)."""
 UNKILLABLE_AFTER_S = 15.0
 """A rank that outlives SIGKILL for so long is given up: a driver or a file system blocks it."""
 
-UNRESPONSIVE_AFTER_S = 5.0
-"""Live ranks that ignore an interrupt for so long are reported."""
-
 # What is kept.
 
 PRUNE_EVERY_TASKS = 8

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from ..engines.base import SIGNALS, Action
 from ..findings import Finding
 from ..tracking.events import JOINING
+from ..tracking.limits import UNRESPONSIVE_AFTER_S
 from ..tracking.state import RankState, RunState
 from . import limits
 
@@ -163,7 +164,7 @@ class StopController:
         return (
             self._ranks_stay
             and self.cause is not None
-            and now - self._stop_began > limits.UNRESPONSIVE_AFTER_S
+            and now - self._stop_began > UNRESPONSIVE_AFTER_S
         )
 
     def ended_by_our_signal(self, rank: int, returncode: int | None) -> bool:

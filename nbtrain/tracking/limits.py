@@ -76,8 +76,9 @@ SAMPLING_SHARE = 0.005
 """After the first round, sampling ranks takes this share of the launcher's time: a sample of a rank
 takes 10 ms, and 90 ms with 4 GB in use."""
 
-DRIVER_TIMEOUT_S = 5.0
-"""A driver may take so long to answer."""
+UNRESPONSIVE_AFTER_S = 5.0
+"""A driver that does not answer for so long is not called again; live ranks that ignore an
+interrupt, and nodes that do not answer, are reported."""
 
 RELEASE_TIMEOUT_S = 1.0
 """Killed ranks are gone within this time, and drivers and Ray count what they used as free."""

@@ -38,13 +38,13 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
     """Wait for a measurement of the GPUs' memory, and yield it; nothing unless on CUDA.
 
     With `before`, waits until the memory is as low as then, and after a second yields what it is.
-    Also yields nothing if the driver does not answer within `limits.DRIVER_TIMEOUT_S`: it keeps its
+    Also yields nothing if the driver does not answer within `UNRESPONSIVE_AFTER_S`: it keeps its
     thread, and is not called again.
     """
     watch = _watch("ends", 0.0, 0.05) if device == "cuda" else None
     if watch is None:
         return
-    memory, deadline = None, time.monotonic() + limits.DRIVER_TIMEOUT_S
+    memory, deadline = None, time.monotonic() + limits.UNRESPONSIVE_AFTER_S
     while time.monotonic() < deadline and not watch.is_over:
         if watch.seen:
             deadline = (

@@ -3,7 +3,8 @@
 CONNECT_TIMEOUT_S = 10.0
 """How long a process of this run may take to answer: a rank on another host to reach the notebook
 (TCP repeats a lost request after 1, 3 and 7 s), the fork server to fork the ranks (on a very busy
-machine it took 1 s), and a rank to publish its address."""
+machine it took 1 s), a rank to publish its address, and those of a background run to start before
+their cell ends."""
 
 CHUNK_BYTES = 8 << 20
 """How much is read at once of a message's data, and how much of all growing files is copied to

@@ -5,6 +5,3 @@ REPLY_TIMEOUT_S = 30.0
 
 INTERRUPT_GRACE_S = 0.3
 """For a task to react to an interrupt before its collectives are ended."""
-
-EXIT_BATCH_WINDOW_S = 0.003
-"""After a rank has finished, the others are waited for so long, to report their ends together."""

@@ -27,12 +27,7 @@ from ...engines import Exit
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...findings import Finding
 from ...lifecycle import launcher
-from ...lifecycle.limits import (
-    FAILURE_REPORT_TIMEOUT_S,
-    START_TIMEOUT_S,
-    UNKILLABLE_AFTER_S,
-    UNRESPONSIVE_AFTER_S,
-)
+from ...lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
 from ...lifecycle.restarts import socket_folder
 from ...lifecycle.run import PreserveLastRun, Run, last_run
 from ...lifecycle.supervisor import Interrupts
@@ -43,6 +38,7 @@ from ...planning.plan import Call, Cell, Plan
 from ...system.files import SMALL_FILE_BYTES
 from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
+from ...tracking.limits import UNRESPONSIVE_AFTER_S
 from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, Listener
 from ...transport.weights.models import Part

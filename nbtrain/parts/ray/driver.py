@@ -19,11 +19,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...engines.base import Action, Exit
 from ...errors import LaunchError
-from ...lifecycle.limits import UNRESPONSIVE_AFTER_S
 from ...planning.world import Placement
 from ...system.files import write_atomically
 from ...tracking import clock
-from ...tracking.limits import POLL_INTERVAL_S
+from ...tracking.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
 from ...tracking.run_folder import RunFolder
 from ...transport.file_sync import FileCopies
 from . import limits, reservation
