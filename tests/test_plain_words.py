@@ -26,18 +26,18 @@ class Ceiling(NamedTuple):
 
 CEILINGS = {
     "(root)": Ceiling(200, 4.5, 0.0, 0),
-    "checks": Ceiling(1_790, 4.9, 0.0, 6),
-    "commands": Ceiling(1_060, 2.4, 1.3, 5),
-    "engines": Ceiling(1_640, 4.9, 0.0, 7),
-    "hangs": Ceiling(1_730, 5.0, 1.4, 14),
-    "lifecycle": Ceiling(2_000, 5.7, 1.3, 15),
-    "parts": Ceiling(7_070, 4.3, 0.8, 27),
+    "checks": Ceiling(1_790, 4.9, 0.0, 5),
+    "commands": Ceiling(1_060, 2.4, 1.3, 1),
+    "engines": Ceiling(1_640, 4.9, 0.0, 4),
+    "hangs": Ceiling(1_725, 5.0, 1.4, 12),
+    "lifecycle": Ceiling(2_000, 5.7, 1.3, 9),
+    "parts": Ceiling(7_060, 4.3, 0.8, 15),
     "planning": Ceiling(1_970, 5.6, 0.0, 3),
-    "system": Ceiling(1_410, 5.9, 0.6, 7),
-    "tracking": Ceiling(2_650, 5.0, 0.9, 32),
-    "transport": Ceiling(2_540, 2.1, 0.0, 6),
-    "ui": Ceiling(3_580, 4.2, 0.9, 8),
-    "worker": Ceiling(3_660, 4.1, 0.0, 16),
+    "system": Ceiling(1_415, 5.9, 0.6, 5),
+    "tracking": Ceiling(2_640, 5.0, 0.9, 27),
+    "transport": Ceiling(2_545, 2.1, 0.0, 5),
+    "ui": Ceiling(3_580, 4.2, 0.9, 6),
+    "worker": Ceiling(3_665, 4.1, 0.0, 14),
 }
 
 

@@ -1,8 +1,5 @@
 """Limits of the checks: what is compared, reported, estimated and read, with the reasons."""
 
-MAX_SOURCE_CHARS = 100_000
-"""Longer sources are not read before a launch. Ordinary code of this length takes 0.3 s."""
-
 MIN_COMPARED_LOSSES = 4
 """Fewer equal losses may be a coincidence."""
 

@@ -20,9 +20,6 @@ from typing import Any
 FIRST_IMPORT_DELAY_S = 0.3
 """From the end of a cell to the first import. A program sends the next cell sooner."""
 
-IMPORT_PAUSE_S = 0.02
-"""Between two imports. The kernel reads a message in this time."""
-
 
 class IdleImports:
     """Imports modules in the idle moments of one shell, until `stop`."""
@@ -75,12 +72,13 @@ class IdleImports:
         if self._running_count or "torch" not in sys.modules or not _is_idle():
             return
         from ..lifecycle import imports_ahead
+        from ..tracking.limits import POLL_INTERVAL_S
 
         self._imports = self._imports or imports_ahead.import_one_by_one(own=True)
         with contextlib.suppress(KeyboardInterrupt):  # an import hung; it was the last one
             if next(self._imports, None) is not None:
                 self._has_imported = True
-                self._schedule(IMPORT_PAUSE_S)
+                self._schedule(POLL_INTERVAL_S / 5)  # the kernel reads a message in this time
             elif self._has_imported:
                 self._has_imported = False
                 if gc.isenabled():  # otherwise it takes 60 ms in the next launch

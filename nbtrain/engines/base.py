@@ -17,9 +17,6 @@ from ..system import gpus, tpu
 from ..tracking.events import Event
 from ..transport.job import Job
 
-CRASHED_EXIT_CODE = 70
-"""The exit code of a rank after an error in nbtrain (EX_SOFTWARE)."""
-
 Action = Literal["interrupt", "terminate", "kill"]
 
 SIGNALS: Mapping[Action, signal.Signals] = {

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from ..system import accelerator_guard
 from ..system.files import is_readable
+from ..transport.limits import CONNECT_TIMEOUT_S
 from . import limits, rendezvous, spawn_main
 from .process.exit_steps import run_to_end
 from .process.forking import fork_process
@@ -153,7 +154,7 @@ def _start_rank(
     exit code: 1, without running anything, if the launch has failed.
     """
     os.setsid()
-    deadline = time.monotonic() + limits.FORK_TIMEOUT_S
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while (parent := os.getppid()) == between and time.monotonic() < deadline:
         time.sleep(0.0002)
     if parent != order["parent"]:

@@ -24,6 +24,7 @@ from ..errors import LaunchError
 from ..system.files import OUT_OF_DESCRIPTORS
 from ..system.processes import process_identity
 from ..tracking.launch_log import LOGGER
+from ..transport.limits import CONNECT_TIMEOUT_S
 from . import limits
 from .process import kernel_detach
 from .process.fork_server import ForkServer
@@ -182,7 +183,7 @@ def serve(listener: socket.socket) -> Any:
         host,
         port,
         is_master=True,
-        timeout=timedelta(seconds=limits.FORK_TIMEOUT_S),
+        timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )

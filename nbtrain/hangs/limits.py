@@ -2,10 +2,8 @@
 
 DEADLOCK_CHECK_AFTER_S = 4.0
 """Without progress of any rank for so long, the flight recorders are read, which costs the ranks
-nothing. The time doubles after each check without a deadlock, by at most `MAX_CHECK_INTERVAL_S`."""
-
-MAX_CHECK_INTERVAL_S = 10.0
-"""Between two checks of silent ranks, or of compiling ranks for their use of the CPU, at most."""
+nothing. The time doubles after each check without a deadlock, until a quarter of the time of a hang
+lies between two checks."""
 
 DEADLOCK_CONFIRM_S = 2.0
 """Between the two readings that must show the same deadlock: the run is ended for it."""
@@ -32,10 +30,6 @@ Python."""
 
 REMOTE_REPLY_TIMEOUT_S = 3.0
 """For stacks of ranks on other hosts, and in surveys that may end a run on a busy host."""
-
-MAX_SURVEYED = 16
-"""Ranks whose recorder is read, each sending up to 1 MiB, and worker processes of a rank's
-DataLoader whose stacks are read."""
 
 MIN_USER_GROUP_TIMEOUT_S = 300.0
 """A process group with a shorter timeout ends a wait with an error that the code may expect, so a

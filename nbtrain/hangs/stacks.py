@@ -28,6 +28,7 @@ from ..system.files import open_regular
 from ..system.processes import process_identity
 from ..system.source_files import RANK_BODY, is_library, is_own
 from ..system.text import shorten
+from ..tracking.limits import MAX_SINGLE_RANKS
 from ..tracking.run_folder import RunFolder
 from . import limits
 
@@ -250,7 +251,7 @@ def _worker_stacks(
     if sys.platform != "linux":
         return
     with contextlib.suppress(psutil.Error, OSError):
-        for child in psutil.Process(rank.pid).children()[: limits.MAX_SURVEYED]:
+        for child in psutil.Process(rank.pid).children()[:MAX_SINGLE_RANKS]:
             if not _has_handler(child.pid, rank.signal):
                 continue
             worker = replace(rank, pid=child.pid, offset=rank.path.stat().st_size)

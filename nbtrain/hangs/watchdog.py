@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..tracking import clock
 from ..tracking import events as ev
+from ..tracking.limits import MAX_SINGLE_RANKS
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import RankState, RunState
 from . import collectives, limits, stacks
@@ -49,6 +50,7 @@ class HangWatchdog:
         self._surveyed: frozenset[int] = frozenset()  # the ranks of the last survey
         self._reported: HangReport | None = None
         self._surveyed_at = -1e9
+        self._max_interval_s = (hang_after_s or 0.0) / 4  # of checks before a hang
         self._limit_s = hang_after_s or 0.0  # the silence to report; less for an early finding
         self._next_check_after_s = limits.DEADLOCK_CHECK_AFTER_S
         self._activity = Activity()
@@ -147,8 +149,7 @@ class HangWatchdog:
         not copy. False if the last check was a moment ago.
         """
         compiling = [rank for rank in running if rank.phase == "compiling"]
-        interval_s = min(limits.MAX_CHECK_INTERVAL_S, (self._hang_after_s or 0.0) / 4)
-        return bool(compiling) and self._activity.have_worked(compiling, now, interval_s)
+        return bool(compiling) and self._activity.have_worked(compiling, now, self._max_interval_s)
 
     def _check_early(
         self, running: list[RankState], state: RunState, seen: Observation, now: float
@@ -164,8 +165,7 @@ class HangWatchdog:
             return
         if self._folder.questions.exists():  # ranks on other hosts reply only after seconds
             return
-        delay_s = min(self._next_check_after_s, limits.MAX_CHECK_INTERVAL_S)
-        self._next_check_after_s += delay_s
+        self._next_check_after_s += min(self._next_check_after_s, self._max_interval_s)
         are_idle = self._activity.are_idle(running, state, now)
         if are_idle and silence_s >= limits.IDLE_NOTE_AFTER_S:
             self._limit_s = min(limits.IDLE_NOTE_AFTER_S, self._limit_s)
@@ -235,7 +235,7 @@ class HangWatchdog:
 
     def _read_deadlock(self, ranks: frozenset[int], seen: Observation) -> HangReport | None:
         """Return a deadlock that the records show, with the ranks' stacks, if there is one."""
-        some = sorted(ranks)[: limits.MAX_SURVEYED]
+        some = sorted(ranks)[:MAX_SINGLE_RANKS]
         records = collectives.read_recorders(self._folder, some, limits.REPLY_TIMEOUT_S)
         seen = replace(seen, now=time.time(), records=records)
         if find_deadlock(seen) is None:
@@ -256,7 +256,7 @@ class HangWatchdog:
 def _survey_ranks(folder: RunFolder, seen: Observation) -> Observation:
     """Signal the silent ranks; return the observation with their stacks and flight records.
 
-    Waits for the replies. Records are read of `MAX_SURVEYED` ranks at most.
+    Waits for the replies. Records are read of `MAX_SINGLE_RANKS` ranks at most.
     """
     remote_s = limits.REMOTE_REPLY_TIMEOUT_S / 2
     # A run may be ended for the result, so ranks on a busy machine get more time, too.
@@ -274,4 +274,4 @@ def _choose_ranks(by_rank: Mapping[int, stacks.RankStack]) -> list[int]:
         if not stack.trouble:
             places.setdefault(stack.location, []).append(rank)
     rarest = sorted(places.values(), key=len)
-    return [rank for ranks in rarest for rank in ranks][: limits.MAX_SURVEYED]
+    return [rank for ranks in rarest for rank in ranks][:MAX_SINGLE_RANKS]

@@ -14,6 +14,7 @@ from ..errors import LaunchError
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import new_events
+from ..tracking.limits import POLL_INTERVAL_S
 from ..tracking.reducers import end_run, fold
 from ..tracking.replay import catch_up, read_state, split_closing
 from ..tracking.run_folder import RunFolder, is_watched, request_stop
@@ -61,7 +62,7 @@ class Follower:
                 return True
             if not self._is_watched():
                 return False
-            time.sleep(limits.POLL_INTERVAL_S / 10)
+            time.sleep(POLL_INTERVAL_S / 10)
             self._read_events()
         return not self.state.is_over or any(rank.pid is not None for rank in self.state.ranks)
 
@@ -93,7 +94,7 @@ class Follower:
                     next_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
                     if not self._is_watched():
                         break
-                self.over.wait(limits.POLL_INTERVAL_S)
+                self.over.wait(POLL_INTERVAL_S)
         finally:
             self._end()
 
@@ -128,7 +129,7 @@ class Follower:
         while not self._folder.path.exists():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(limits.POLL_INTERVAL_S)
+            time.sleep(POLL_INTERVAL_S)
         return is_watched(self._folder)
 
     def _end(self) -> None:

@@ -43,6 +43,7 @@ from ..tracking.replay import initial_state
 from ..tracking.state import RunState
 from ..transport import result_pickler
 from ..transport.job import Job
+from ..transport.limits import CONNECT_TIMEOUT_S
 from ..transport.weights.receiver import ResultReceiver
 from ..ui.displays import prompt as prompts
 from ..ui.displays import select
@@ -491,7 +492,7 @@ def _start_in_background(
     set_last_run(run, in_background=True)
     try:
         receiver.remember()  # while the ranks start
-        started = follower.wait_for_ranks(limits.START_TIMEOUT_S)
+        started = follower.wait_for_ranks(CONNECT_TIMEOUT_S)
     except KeyboardInterrupt:
         follower.start()
         run.stop("by an interrupt")

@@ -2,10 +2,6 @@
 
 # Watching a run.
 
-POLL_INTERVAL_S = 0.1
-"""Between two reads of a run's folder, twice as long on a crowded host. A rank that ends wakes the
-loop at once. While a user types to a debugger in a rank, a fifth: a longer delay is felt."""
-
 FOLDER_CHECK_INTERVAL_S = 0.5
 """Between two checks whether the run's folder exists, its disk has space, and its supervisor runs.
 A check takes less than 0.1 ms on a local disk."""
@@ -16,8 +12,9 @@ hundred bytes."""
 
 # Starting and restarting.
 
-START_TIMEOUT_S = 20.0
-"""A cell waits this long for the ranks of a background run to start. They take 1 to 3 s."""
+START_TIMEOUT_S = 120.0
+"""For ranks to start, on any host. They take 1 to 3 s, and longer on a cluster or a loaded host. A
+rank that has not reported its start later may be unable to: on a full disk, its events are lost."""
 
 RESTART_DELAY_S = 1.0
 """Before the second attempt; the delay before each further one is longer by as much."""
@@ -31,10 +28,6 @@ macOS), and a run's folder with a socket of nbtrain or `multiprocessing` adds 45
 
 # Stopping.
 
-STARTING_WINDOW_S = 60.0
-"""Ranks may still be starting for so long. A rank that has not reported its start later may be
-unable to: on a full disk, its events are lost."""
-
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """A rank that is failing has this time to report why; so have the others if all failures so far are
 echoes (a rank that lost its peers)."""
@@ -42,19 +35,7 @@ echoes (a rank that lost its peers)."""
 UNKILLABLE_AFTER_S = 15.0
 """A rank that outlives SIGKILL for so long is given up: a driver or a file system blocks it."""
 
-UNRESPONSIVE_AFTER_S = 5.0
-"""Live ranks that ignore an interrupt for so long are reported."""
-
-# What is kept, and what is read.
+# What is kept.
 
 PRUNE_EVERY_TASKS = 8
 """Tasks of live ranks between two prunings. Listing the folders takes longer than a short task."""
-
-MAX_RESULT_IN_MEMORY_BYTES = 1 << 20
-"""Smaller results stay in memory after the run, so that its folder may be pruned."""
-
-MAX_RANKS_READ = 16
-"""Ranks whose last metrics are read and averaged in a list of runs."""
-
-MAX_PARAMETER_CHARS = 200
-"""A longer text is data, not a parameter."""

@@ -18,11 +18,12 @@ from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
 from ..hangs import stacks, verdict
 from ..hangs.failures import Failure, find_cause, to_exception
 from ..hangs.lost_results import RESULTS_LOST
-from ..system.files import open_regular, read_regular
+from ..system.files import SMALL_FILE_BYTES, open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
 from ..tracking import limits as tracking_limits
 from ..tracking.curves import RATES, smooth, spread_evenly
+from ..tracking.limits import POLL_INTERVAL_S
 from ..tracking.overview import history as past
 from ..tracking.overview.epochs import epoch_table, main_metric
 from ..tracking.pruning import Mark
@@ -39,7 +40,6 @@ from ..ui.displays.html_display import Display, execution_count
 from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
 from ..ui.summary import Summary, summary, to_dict
-from . import limits
 from .follower import Follower, shared_follower
 from .run_info import frame, run_info
 from .supervisor import Interrupts, Supervisor
@@ -157,7 +157,7 @@ class Run:
         is_needed = False
         for rank in range(self.state.world_size):
             with contextlib.suppress(OSError):
-                if self._folder.result(rank).stat().st_size <= limits.MAX_RESULT_IN_MEMORY_BYTES:
+                if self._folder.result(rank).stat().st_size <= SMALL_FILE_BYTES:
                     self._small_results[rank] = read_regular(self._folder.result(rank))
                 else:
                     is_needed = True
@@ -274,7 +274,7 @@ class Run:
         try:
             with open_regular(self._folder.log(rank)) as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - tracking_limits.MAX_TAIL_BYTES) if tail is not None else 0)
+                file.seek(max(0, size - SMALL_FILE_BYTES) if tail is not None else 0)
                 text = file.read().decode("utf-8", "replace")
         except FileNotFoundError:
             self._folder.check_exists()
@@ -365,7 +365,7 @@ class Run:
             with _uninterruptible() as interrupts:
                 # Interrupts are counted: one that is raised in the pump could lose a message.
                 pump = kernel_comms.find_pump(html_display.ipython_shell())
-                while not watcher.over.wait(limits.POLL_INTERVAL_S) and not interrupts.count:
+                while not watcher.over.wait(POLL_INTERVAL_S) and not interrupts.count:
                     if pump is not None and not pump(listening_ids()):
                         pump = None
         with _uninterruptible():
@@ -503,7 +503,7 @@ def last_run() -> Run | None:
 def last_run_folder() -> Path | None:
     """Return the folder of the last run, to compare it with the one after the next run.
 
-    None before the first run. A caller must not keep the `Run` itself: the error of a failed cell
+    It is None before the first. A caller must not keep the `Run` itself: the error of a failed cell
     refers to the caller's frames, so each run and its error would keep the run before it in memory,
     back to the first.
     """

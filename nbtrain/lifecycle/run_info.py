@@ -28,7 +28,6 @@ from ..tracking.overview.epochs import main_metric
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
 from ..tracking.state import outcome
-from . import limits
 
 _UNNAMED = re.compile(r"argument\d+")
 
@@ -79,7 +78,7 @@ def run_info(folder: RunFolder) -> RunInfo:
     else:
         status, flaw, seconds = "running" if is_watched(folder) else "lost", "", None
     given = manifest.get("parameters")
-    ranks = range(min(state.world_size, limits.MAX_RANKS_READ))
+    ranks = range(min(state.world_size, tracking_limits.MAX_SINGLE_RANKS))
     tails = [_tail(folder.events(rank)) for rank in ranks]
     updates = [e for tail in tails for e in tail if isinstance(e, ev.TrainingUpdate)]
     seen = next((strip_escapes(e.precision, 20) for e in reversed(updates) if e.precision), "")
@@ -177,7 +176,7 @@ def parameters(task: Task) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Whether a value is None, a number, a truth value or a short text."""
     if issubclass(type(value), str):
-        return str.__len__(value) <= limits.MAX_PARAMETER_CHARS
+        return str.__len__(value) <= tracking_limits.MAX_NOTE_CHARS
     if type(value) is int:
         return value.bit_length() < 64
     return type(value) in (type(None), bool, float)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from ..engines.base import SIGNALS, Action
 from ..findings import Finding
 from ..tracking.events import JOINING
+from ..tracking.limits import UNRESPONSIVE_AFTER_S
 from ..tracking.state import RankState, RunState
 from . import limits
 
@@ -115,7 +116,7 @@ class StopController:
     def decide(
         self, now: float, state: RunState, alive: Collection[int], *, pressed: bool, asked: str
     ) -> tuple[str, list[StopSignal]]:
-        """Begin a stop if there is a cause; return its reason ('' if none begins), and signals.
+        """Begin a stop if there is a cause; return its reason, '' without one, and signals.
 
         The caller must send the signals: they count as sent. An interrupt during a stop kills the
         ranks at once. `pressed`: an interrupt came since the last decision. `asked`: who requested
@@ -163,7 +164,7 @@ class StopController:
         return (
             self._ranks_stay
             and self.cause is not None
-            and now - self._stop_began > limits.UNRESPONSIVE_AFTER_S
+            and now - self._stop_began > UNRESPONSIVE_AFTER_S
         )
 
     def ended_by_our_signal(self, rank: int, returncode: int | None) -> bool:
@@ -194,7 +195,7 @@ class StopController:
     def _begin(self, cause: Cause, now: float, state: RunState) -> str:
         """Begin a stop; return its reason for the board."""
         self.cause, self._stop_began, self._delay = cause, now, 0.0
-        is_early = now - self._attempt_started < limits.STARTING_WINDOW_S
+        is_early = now - self._attempt_started < limits.START_TIMEOUT_S
         is_early = is_early and not any(map(_has_trained, state.ranks))
         # A rank that reports nothing by itself may have trained, and may have something to save.
         are_starting = any if self._sees_training else all

@@ -33,6 +33,7 @@ from ..tracking import clock, resource_sampler
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter, Reader
 from ..tracking.launch_log import LOGGER
+from ..tracking.limits import POLL_INTERVAL_S
 from ..tracking.reducers import fold
 from ..tracking.resource_sampler import Sampler
 from ..tracking.run_folder import RunFolder, mark_stopping, recreate, stop_request
@@ -139,9 +140,7 @@ class Supervisor:
         )
         here = {rank: pid for rank, pid in ranks.pids.items() if rank not in nodes}
         has_begun = False
-        first_sample_time = time.monotonic() + (
-            2 * limits.POLL_INTERVAL_S if self._ranks_stay else 0.0
-        )
+        first_sample_time = time.monotonic() + (2 * POLL_INTERVAL_S if self._ranks_stay else 0.0)
         with contextlib.closing(Sampler(here, self.state.device)) as sampler:
             while ranks.alive and not self._stop.is_unkillable(time.monotonic()):
                 for ended in self._poll(ranks, interrupts):
@@ -174,8 +173,8 @@ class Supervisor:
         """Wait for news of the ranks, act on it and draw it; return ranks that ended."""
         attending = [each.attend(self.state) for each in self.companions]
         # Before drawing, which would take a CPU from the ranks as they start.
-        timeout = limits.POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
-        exits = ranks.wait(limits.POLL_INTERVAL_S / 5 if any(attending) else timeout)
+        timeout = POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
+        exits = ranks.wait(POLL_INTERVAL_S / 5 if any(attending) else timeout)
         if time.monotonic() >= self._next_folder_check:
             self._next_folder_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
             self._record(self._disk.recreate_folder(self.state))
@@ -249,7 +248,7 @@ class Supervisor:
                 for each in self.companions:  # one of them checks whether the kernel has ended
                     each.attend(self.state)
                 self.show(self.state, clock.now())
-                pause(limits.POLL_INTERVAL_S)
+                pause(POLL_INTERVAL_S)
             # Also after the last call of `is_pending`: ■ may have been pressed in it.
             pressed, asked = self._was_interrupted(interrupts), stop_request(self._folder) or ""
             now = time.monotonic()

@@ -24,7 +24,9 @@ _READ = functools.reduce(
 )
 """Flags to open a path that may not be a file: opening a pipe would wait for its writer."""
 
-_BLOCK_BYTES = 1 << 20
+SMALL_FILE_BYTES = 1 << 20
+"""A file or value up to this size is read in one call, and may stay in memory. Of a larger log, so
+much is read from its end."""
 
 
 def _irregular(path: Path) -> OSError:
@@ -143,7 +145,10 @@ class Tail:
 def count_newlines(descriptor: int, start: int, end: int) -> int:
     """Return the number of newlines between two offsets of a file."""
     count = 0
-    while start < end and (block := os.pread(descriptor, min(end - start, _BLOCK_BYTES), start)):
+    while start < end:
+        block = os.pread(descriptor, min(end - start, SMALL_FILE_BYTES), start)
+        if not block:
+            break
         count += block.count(b"\n")
         start += len(block)
     return count

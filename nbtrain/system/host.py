@@ -18,8 +18,6 @@ from pathlib import Path
 from .text import format_bytes
 
 _ROOT = Path("/")
-_MIN_NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 writes 'no limit' as the largest page-aligned number."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def memory(root: Path = _ROOT, available: int | None = None, total: int | None =
 
         now = psutil.virtual_memory()
         available, total = int(now.available), int(now.total)
-    rooms = [_cgroup_memory(folder) for folder in _cgroups(root, "memory")]
+    rooms = [_cgroup_memory(folder, total) for folder in _cgroups(root, "memory")]
     capped = [(room, limit) for room, limit in filter(None, rooms) if room < available]
     limits = [limit for _, limit in filter(None, rooms)]
     if not capped:
@@ -85,14 +83,18 @@ def memory(root: Path = _ROOT, available: int | None = None, total: int | None =
     return Memory(max(0, room), total, limit, capped=True)
 
 
-def _cgroup_memory(folder: Path) -> tuple[int, int] | None:
-    """Return the available bytes of a cgroup and its limit; None if it has no limit."""
+def _cgroup_memory(folder: Path, total: int) -> tuple[int, int] | None:
+    """Return the available bytes of a cgroup and its limit; None if it has no limit.
+
+    One above `total`, the host's memory, does not count: cgroup v1 writes a huge number where there
+    is no limit.
+    """
     for limit_file, usage_file, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-        if limit is not None and usage is not None and limit < _MIN_NO_LIMIT_BYTES:
+        if limit is not None and usage is not None and limit <= total:
             return limit - usage + min(usage, _field(folder / "memory.stat", cache)), limit
     return None
 

@@ -12,8 +12,8 @@ from typing import Any
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\ud800-\udfff]")
 
-MAX_DURATION_S = 1e9
-"""A longer duration (30 years) is written as ∞."""
+MAX_TIME_S = 1e11
+"""A longer duration is written as ∞, and a later time since the epoch is an error (3,000 years)."""
 
 
 def format_bytes(size: float) -> str:
@@ -61,11 +61,11 @@ def format_rate(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration: ``0.4 s``, ``12 s``, ``3:07 min``, ``2:03:07 h``; ``∞`` from 1e9 s on.
+    """Write a duration: ``0.4 s``, ``12 s``, ``3:07 min``, ``2:03:07 h``; ``∞`` from 1e11 s on.
 
     ``∞`` also for NaN.
     """
-    if not abs(seconds) < MAX_DURATION_S:
+    if not abs(seconds) < MAX_TIME_S:
         return "∞"
     if seconds < 10:
         return f"{seconds:.1f} s"

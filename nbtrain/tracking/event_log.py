@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ..system.files import Tail, reserve_beyond_end
+from ..system.files import SMALL_FILE_BYTES, Tail, reserve_beyond_end
 from . import clock, limits
 from . import events as ev
 from .run_folder import RunFolder
@@ -51,7 +51,7 @@ class Reader:
         ranks = range(world_size)
         self.launcher = event_tail(folder.launcher_events)
         self.ranks = [event_tail(folder.events(r)) for r in ranks]
-        self.logs = [Tail(folder.log(r), limit=limits.MAX_TAIL_BYTES, skip=True) for r in ranks]
+        self.logs = [Tail(folder.log(r), limit=SMALL_FILE_BYTES, skip=True) for r in ranks]
         self._order = deque(ranks)
 
     def read(self, *, ended: Collection[int] = ()) -> list[ev.Event]:
@@ -139,7 +139,7 @@ class EventWriter:
         """
         now = time.monotonic()
         if now >= self._next_check:
-            self._next_check = now + limits.DELETED_CHECK_INTERVAL_S
+            self._next_check = now + limits.POLL_INTERVAL_S
             self._recreate_if_deleted()
         if self._is_torn:
             line = b"\n" + line

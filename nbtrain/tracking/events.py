@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from ..findings import Finding
+from ..system.text import MAX_TIME_S
 from . import clock
 
 Measured = Annotated[float, "measured"]
@@ -484,10 +486,7 @@ class Finished(Event):
 
 KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
-MAX_TIME_S = 1e11
-"""Seconds since the epoch; a later time is an error."""
-
-_MAX_EXACT_INT = 1 << 53
+_MAX_EXACT_INT = 1 << sys.float_info.mant_dig
 """A float has each integer up to this one exactly; counts of steps and bytes are smaller."""
 
 Check = Callable[[Any], Any]

@@ -20,9 +20,9 @@ from typing import Any
 
 from ..errors import NbtrainError
 from ..findings import Finding
-from ..system.files import Tail, count_newlines, open_regular
+from ..system.files import SMALL_FILE_BYTES, Tail, count_newlines, open_regular
 from ..system.processes import boot
-from ..system.text import strip_escapes
+from ..system.text import MAX_TIME_S, strip_escapes
 from . import clock, limits
 from . import events as ev
 from .event_log import Reader, all_events
@@ -81,7 +81,7 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         )
     if type(ranks) is not int or not 0 < ranks <= limits.MAX_RANKS:
         raise NbtrainError(f"{place}: num_processes is {ranks!r:.40}: not a number of ranks")
-    if type(created) not in (int, float) or not 0 <= created < ev.MAX_TIME_S:
+    if type(created) not in (int, float) or not 0 <= created < MAX_TIME_S:
         raise NbtrainError(f"{place}: created is {created!r:.40}, which is not a time")
     return RunState(
         name=strip_escapes(str(manifest.get("name") or "run")),
@@ -119,7 +119,7 @@ def _clock_offset(manifest: Mapping[str, Any]) -> float | None:
     """Return the launcher's `clock.offset`; None if it is of another host or another boot."""
     offset, started = manifest.get("clock"), str(manifest.get("launcher_started"))
     is_here = manifest.get("host") == platform.node() and started.partition(" ")[2] == boot()
-    is_valid = type(offset) is float and abs(offset) < ev.MAX_TIME_S
+    is_valid = type(offset) is float and abs(offset) < MAX_TIME_S
     return offset if is_here and is_valid else None
 
 
@@ -209,9 +209,9 @@ def _read_log_end(path: Path, rank: int) -> tuple[ev.Output | None, int]:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            begin = max(0, status.st_size - limits.MAX_TAIL_BYTES)
+            begin = max(0, status.st_size - SMALL_FILE_BYTES)
             lines = count_newlines(file.fileno(), 0, begin)
-            tail = os.pread(file.fileno(), limits.MAX_TAIL_BYTES, begin)
+            tail = os.pread(file.fileno(), SMALL_FILE_BYTES, begin)
     except FileNotFoundError:
         return None, 0
     if not tail:

@@ -38,17 +38,17 @@ def measure_gpus(device: str, before: ev.GpuMemory | None) -> Iterator[ev.GpuMem
     """Wait for a measurement of the GPUs' memory, and yield it; nothing unless on CUDA.
 
     With `before`, waits until the memory is as low as then, and after a second yields what it is.
-    Also yields nothing if the driver does not answer within `limits.DRIVER_TIMEOUT_S`: it keeps its
+    Also yields nothing if the driver does not answer within `UNRESPONSIVE_AFTER_S`: it keeps its
     thread, and is not called again.
     """
     watch = _watch("ends", 0.0, 0.05) if device == "cuda" else None
     if watch is None:
         return
-    memory, deadline = None, time.monotonic() + limits.DRIVER_TIMEOUT_S
+    memory, deadline = None, time.monotonic() + limits.UNRESPONSIVE_AFTER_S
     while time.monotonic() < deadline and not watch.is_over:
         if watch.seen:
             deadline = (
-                min(deadline, time.monotonic() + limits.GPU_RELEASE_TIMEOUT_S)
+                min(deadline, time.monotonic() + limits.RELEASE_TIMEOUT_S)
                 if memory is None
                 else deadline
             )
@@ -84,7 +84,7 @@ class Sampler:
         self._pids = dict(pids)
         self._gpus: GpuWatch | None = None
         if device == "cuda":  # a short run may end before a driver answers
-            self._gpus = _watch("run", limits.RANK_SAMPLE_INTERVAL_S, limits.HOST_SAMPLE_INTERVAL_S)
+            self._gpus = _watch("run", limits.SAMPLE_INTERVAL_S, limits.SAMPLE_INTERVAL_S)
         self._order = list(self._pids)
         self._processes: dict[int, Any] = {}
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: time, CPU seconds
@@ -96,13 +96,13 @@ class Sampler:
         now = time.monotonic()
         if now >= self._host_due or (self._gpu_readings() and not self._has_gpus):
             yield self._measure_host()
-            self._host_due = now + limits.HOST_SAMPLE_INTERVAL_S
+            self._host_due = now + limits.SAMPLE_INTERVAL_S
         if now >= self._rank_due and self._order:
             rank = self._order.pop(0)
             self._order.append(rank)
             if (resources := self._measure_rank(rank)) is not None:
                 yield resources
-            interval_s = limits.RANK_SAMPLE_INTERVAL_S
+            interval_s = limits.SAMPLE_INTERVAL_S
             if len(self._cpu) >= len(self._order):
                 interval_s = max(interval_s, (time.monotonic() - now) / limits.SAMPLING_SHARE)
             self._rank_due = now + interval_s

@@ -438,7 +438,7 @@ def _time_on_disk(folder: Path) -> float:
     return time.time()
 
 
-def is_watched(folder: RunFolder, silence_s: float = limits.REMOTE_RUN_SILENCE_S) -> bool:
+def is_watched(folder: RunFolder, silence_s: float = limits.HOST_LOST_AFTER_S) -> bool:
     """Return whether the process that watches the run is alive and has not written its end yet.
 
     True also without a manifest (the run is starting, or being deleted), and if this process is out

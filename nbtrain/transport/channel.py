@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..system.files import open_memory_descriptor
-from .limits import CHUNK_BYTES, CONNECT_TIMEOUT_S, CONNECTION_LOST_AFTER_S
+from ..tracking.limits import HOST_LOST_AFTER_S
+from .limits import CHUNK_BYTES, CONNECT_TIMEOUT_S
 
 Address = str | tuple[str, int]
 """The address of a `Listener`: a path, or a host and a port."""
 
 _HEAD = struct.Struct("!IQ")  # bytes of the message, and of the data that follow in the stream
 
-# Together 90 s, as `CONNECTION_LOST_AFTER_S`.
+# Together 90 s, as `HOST_LOST_AFTER_S`.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-_UNSENT_TIMEOUT = {"TCP_USER_TIMEOUT": CONNECTION_LOST_AFTER_S * 1000}
+_UNSENT_TIMEOUT = {"TCP_USER_TIMEOUT": HOST_LOST_AFTER_S * 1000}
 """Only the notebook limits how long what it sends may wait: a kernel that is suspended, or busy in
 C, reads nothing for as long, and a rank must not take it for lost."""
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 from ..errors import RankError
 from ..system import source_files
 from . import result_pickler
-from .limits import CHUNK_BYTES, MAX_EXCEPTION_CHAIN, MAX_EXCEPTION_CHARS
+from .limits import CHUNK_BYTES, MAX_EXCEPTION_CHAIN, MAX_TEXT_CHARS
 
 RANK_FRAME_MARK = "__nbtrain_rank_frame__"
 """A global that marks the stand-in frames for `rank_frames`."""
@@ -162,16 +162,16 @@ def _read_notes(error: BaseException) -> tuple[str, ...]:
 
 
 def _safe_str(value: object) -> str:
-    """Return the text of a value, cut after MAX_EXCEPTION_CHARS. Never raises.
+    """Return the text of a value, cut after MAX_TEXT_CHARS. Never raises.
 
     If the text cannot be computed, returns ``<T.__str__ raised ValueError>``. Also swallows a
     KeyboardInterrupt that arrives during the call.
     """
     try:
         text = str(value)
-        if len(text) <= MAX_EXCEPTION_CHARS:
+        if len(text) <= MAX_TEXT_CHARS:
             return text
-        return f"{text[:MAX_EXCEPTION_CHARS]}… ({len(text):,} characters)"
+        return f"{text[:MAX_TEXT_CHARS]}… ({len(text):,} characters)"
     except BaseException as inner:  # a user's __str__ may raise anything
         return f"<{type(value).__name__}.__str__ raised {type(inner).__name__}>"
 

@@ -1,12 +1,10 @@
 """Limits of what travels between processes: sizes and times, and what each was measured on."""
 
 CONNECT_TIMEOUT_S = 10.0
-"""How long a rank on another host may take to reach the notebook, and then to introduce itself. TCP
-repeats a lost request after 1, 3 and 7 s."""
-
-CONNECTION_LOST_AFTER_S = 90
-"""A host that answers nothing for so long is lost. Ray gives a node up after 60 s, and a link that
-is cut for half a minute recovers. A kernel that is suspended, or busy in C, also reads nothing."""
+"""How long a process of this run may take to answer: a rank on another host to reach the notebook
+(TCP repeats a lost request after 1, 3 and 7 s), the fork server to fork the ranks (on a very busy
+machine it took 1 s), a rank to publish its address, and those of a background run to start before
+their cell ends."""
 
 CHUNK_BYTES = 8 << 20
 """How much is read at once of a message's data, and how much of all growing files is copied to
@@ -14,9 +12,11 @@ another host at once. Nothing larger is read of a sender that is not trusted yet
 exception's instance or one of its attributes."""
 
 MAX_EXCEPTION_CHAIN = 20
-MAX_EXCEPTION_CHARS = 1 << 16
-"""What is copied of an exception: its causes (as many of a group's members), and the characters of
-its message (or of one note)."""
+"""Causes of an exception that are copied, and members of a group."""
+
+MAX_TEXT_CHARS = 100_000
+"""Of a longer message or note of an exception, the rest is not copied, and a longer source is not
+read before a launch. Ordinary code of this length takes 0.3 s."""
 
 RESCUE_MAX_BYTES = 1 << 30
 """What is done unasked, is done with data up to this size: saving weights after a failure or an

@@ -22,17 +22,8 @@ LIVE_BOARD = BoardLimits(4_000, log_lines=12, epochs=5)
 FINAL_BOARD = BoardLimits(60_000, log_lines=60, epochs=10)
 """After the run, when a board is saved with the notebook."""
 
-MAX_RANK_ROWS = 16
-"""With more ranks, only those that differ from the others have a row or a line. It is also the most
-nodes, results and logs of single ranks that have one, and the most different logs that are merged:
-the time for it grows with their number squared."""
-
 MAX_DRAWN_RANKS = 64
 """Strips, and entries of a menu. Of more ranks, neighbours share a strip."""
-
-MIN_GAP_SHARE = 0.05
-"""A difference in progress or pace that is shown. Less is chance: ranks report at different
-moments."""
 
 MIN_STEP_OVERLAP = 0.3
 """Two metrics count alike if the last step of one is at least this share of the other's. Else one
@@ -50,4 +41,5 @@ ranks has no board."""
 
 REPORT_INTERVAL_S = 10.0
 """Time between two lines of progress of a rank in plain text, between two sentences for a screen
-reader while only numbers change, and between a failed drawing and the next attempt."""
+reader while only numbers change, between two means of the machine for a tracker, and between a
+failed drawing and the next attempt."""

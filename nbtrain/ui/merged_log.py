@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..tracking import events as ev
+from ..tracking.limits import MAX_SINGLE_RANKS
 from ..tracking.state import RankState, RunState
-from .limits import MAX_RANK_ROWS
 
 _NUMBER = re.compile(r"(?<![\w.,:-])\d+(?![\w:]|[.,]\d)")
 """A whole number that stands alone."""
@@ -95,11 +95,11 @@ def merge_groups(
 def merge_logs(logs: Mapping[int, Sequence[str]]) -> Iterator[tuple[list[int], str]]:
     """Yield each line of the logs with its ranks, in order: a line of several ranks comes once.
 
-    Logs beyond `MAX_RANK_ROWS` different ones follow one after the other, not merged.
+    Logs beyond `MAX_SINGLE_RANKS` different ones follow one after the other, not merged.
     """
     groups = group_logs(logs)
-    yield from merge_groups(groups[:MAX_RANK_ROWS])
-    yield from ((ranks, line) for ranks, lines in groups[MAX_RANK_ROWS:] for line in lines)
+    yield from merge_groups(groups[:MAX_SINGLE_RANKS])
+    yield from ((ranks, line) for ranks, lines in groups[MAX_SINGLE_RANKS:] for line in lines)
 
 
 class _Stack:

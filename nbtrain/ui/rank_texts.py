@@ -10,7 +10,7 @@ from statistics import median
 
 from ..hangs import verdict
 from ..system.text import (
-    MAX_DURATION_S,
+    MAX_TIME_S,
     format_bytes,
     format_duration,
     format_number,
@@ -21,7 +21,6 @@ from ..tracking import limits as tracking_limits
 from ..tracking.overview import run_progress
 from ..tracking.overview.epochs import metric_order
 from ..tracking.state import ProgressBar, RankState, RunState, TrainingProgress
-from . import limits
 from .eta import fraction
 
 _NOT_MOVING = ("stuck?", "waiting")
@@ -144,7 +143,7 @@ def time_left(rank: RankState) -> str:
     seconds = bar.remaining
     if is_inside:
         seconds = run_progress.remaining(rank, run_progress.fraction(rank))
-    is_known = seconds is not None and 0 < seconds <= MAX_DURATION_S
+    is_known = seconds is not None and 0 < seconds <= MAX_TIME_S
     return format_duration(seconds) if is_known and seconds else ""
 
 
@@ -297,7 +296,7 @@ def differences(state: RunState) -> dict[int, str]:
     for rank in moving:
         texts = []
         share, wait, memory = shares[rank.rank], _data_wait(rank), memory_bytes(rank)
-        if share is not None and usual_share - share >= limits.MIN_GAP_SHARE:
+        if share is not None and usual_share - share >= tracking_limits.MIN_SHOWN_SHARE:
             texts.append(f"{100 * (usual_share - share):.0f} % behind")
         if wait is not None and wait >= usual_wait + 0.1:
             texts.append(f"{WAITS} {100 * wait:.0f} %")

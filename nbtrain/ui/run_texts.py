@@ -9,7 +9,7 @@ from ..checks.remedies import remedies, remedies_of_rank
 from ..hangs import verdict
 from ..system import tpu
 from ..system.text import (
-    MAX_DURATION_S,
+    MAX_TIME_S,
     format_bytes,
     format_bytes_of,
     format_count,
@@ -22,13 +22,13 @@ from ..system.text import (
 from ..tracking import events as ev
 from ..tracking.curves import RATES
 from ..tracking.events import Host
+from ..tracking.limits import MAX_SINGLE_RANKS
 from ..tracking.overview import stragglers
 from ..tracking.overview.epochs import main_metric
 from ..tracking.overview.run_progress import fraction_of_bars, is_epoch_only
 from ..tracking.state import RankState, RunState
 from . import rank_texts
 from .eta import clock, fraction, progress, run_fraction, time_left
-from .limits import MAX_RANK_ROWS
 
 
 def run_position(state: RunState) -> tuple[str, str]:
@@ -228,9 +228,7 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
 
 def whole_seconds(seconds: float) -> str:
     """Return a duration without fractions of a second, so that it changes at most once a second."""
-    return (
-        f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_DURATION_S)))
-    )
+    return f"{int(seconds)} s" if seconds < 60 else format_duration(int(min(seconds, MAX_TIME_S)))
 
 
 def notes(state: RunState, limit: int = 6) -> list[str]:
@@ -269,13 +267,13 @@ def nodes(state: RunState) -> list[str]:
 def lines(state: RunState) -> list[str]:
     """Return the use of the host as one line, or of the nodes with their ranks as a line each.
 
-    A last line counts the nodes beyond MAX_RANK_ROWS. A node has a line also if its use is unknown.
-    Empty if the use of the host is unknown and no rank runs on a named node.
+    A last line counts the nodes beyond MAX_SINGLE_RANKS. A node has a line also if its use is
+    unknown. Empty if the use of the host is unknown and no rank runs on a named node.
     """
     if state.host is not None:
         return [host(state.host)]
     lines = []
-    for name in (every := nodes(state))[:MAX_RANK_ROWS]:
+    for name in (every := nodes(state))[:MAX_SINGLE_RANKS]:
         ranks = format_ranks([rank.rank for rank in state.ranks if rank.node == name])
         known = state.hosts.get(name)
         lines.append(f"{name}: {ranks}" + (f" · {host(known)}" if known is not None else ""))
@@ -324,7 +322,7 @@ class Result(NamedTuple):
 def results(state: RunState) -> list[Result]:
     """Return what ranks returned, equal results in one row; empty if all returned None.
 
-    At most MAX_RANK_ROWS rows; a further row, without ranks, counts the others.
+    At most MAX_SINGLE_RANKS rows; a further row, without ranks, counts the others.
     """
     by_result: dict[tuple[str, str], list[int]] = {}
     for rank in state.ranks:
@@ -333,8 +331,9 @@ def results(state: RunState) -> list[Result]:
     if {text for text, _ in by_result} <= {"None"}:
         return []
     rows = [Result(name_ranks(ranks, state), text) for (text, _), ranks in by_result.items()]
-    more = len(rows) - MAX_RANK_ROWS
-    return [*rows[:MAX_RANK_ROWS], *([Result("", plural(more, "more result"))] if more > 0 else [])]
+    more = len(rows) - MAX_SINGLE_RANKS
+    others = [Result("", plural(more, "more result"))] if more > 0 else []
+    return [*rows[:MAX_SINGLE_RANKS], *others]
 
 
 def name_ranks(ranks: Collection[int], state: RunState) -> str:
@@ -345,7 +344,7 @@ def name_ranks(ranks: Collection[int], state: RunState) -> str:
 def artifact_lines(state: RunState) -> list[str]:
     """Return one line for each value that ranks saved for the notebook, and whether it arrived.
 
-    For example ``model: 86 M parameters updated from rank 0 (328 MiB)``. At most MAX_RANK_ROWS
+    For example ``model: 86 M parameters updated from rank 0 (328 MiB)``. At most MAX_SINGLE_RANKS
     lines; a value that did not change has no line, nor has a variable of a run that failed.
     """
     by_name: dict[str, list[tuple[int, ev.ArtifactSaved]]] = {}
@@ -387,7 +386,7 @@ def artifact_lines(state: RunState) -> list[str]:
                 part = f"weights ({format_count(saved.parameters)} parameters, {size})"
             load = "nbtrain.last_run().load() copies it to the notebook"
             lines.append(f"{name}: {ranks} saved its {part}; {load}")
-    return lines[:MAX_RANK_ROWS]
+    return lines[:MAX_SINGLE_RANKS]
 
 
 # What to do next

@@ -19,10 +19,10 @@ from ..system.text import (
     plural,
 )
 from ..tracking import limits as tracking_limits
+from ..tracking.limits import MAX_SINGLE_RANKS
 from ..tracking.overview.epochs import metric_order
 from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
-from .limits import MAX_RANK_ROWS
 from .tables import text_table
 
 
@@ -115,7 +115,7 @@ class Summary:
 
 
 SCHEMA_VERSION = 1
-"""The version of the keys of `to_dict`. A change that a program would notice raises it."""
+"""The version of the keys of each `--json`. A change that can break a program raises it."""
 
 
 def to_dict(state: RunState, now: float) -> dict[str, Any]:
@@ -287,8 +287,9 @@ def _summary_rows(s: Summary) -> Iterator[tuple[str, str]]:
     names = sorted(s.metrics, key=metric_order)
     metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:
-        more = [f"{len(metrics) - MAX_RANK_ROWS} more"] if len(metrics) > MAX_RANK_ROWS else []
-        yield "metrics", " · ".join([*metrics[:MAX_RANK_ROWS], *more])
+        more = len(metrics) - MAX_SINGLE_RANKS
+        others = [f"{more} more"] if more > 0 else []
+        yield "metrics", " · ".join([*metrics[:MAX_SINGLE_RANKS], *others])
     if s.memory_bytes:
         most = f"{format_bytes(s.memory_bytes)} at most", _on_ranks(s.memory_ranks, s)
         yield "memory", ", ".join(filter(None, most))

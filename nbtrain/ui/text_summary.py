@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from ..hangs import verdict
 from ..system.text import format_number
 from ..tracking.curves import RATES
+from ..tracking.limits import MAX_SINGLE_RANKS
 from ..tracking.overview import stragglers
 from ..tracking.overview.epochs import main_metric
 from ..tracking.state import RankState, RunState
 from . import rank_texts, run_texts
 from .eta import fraction
-from .limits import MAX_RANK_ROWS
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,15 +32,15 @@ def summary(state: RunState, now: float) -> str:
 
 
 def _rank_lines(state: RunState) -> list[str]:
-    """Return a line for each rank; with more than MAX_RANK_ROWS, a shorter list.
+    """Return a line for each rank; with more than MAX_SINGLE_RANKS, a shorter list.
 
     It has the number of ranks in each status, the spread of each figure, and a line for each rank
-    that differs, at most for half of MAX_RANK_ROWS.
+    that differs, at most for half of MAX_SINGLE_RANKS.
     """
-    if state.world_size <= MAX_RANK_ROWS:
+    if state.world_size <= MAX_SINGLE_RANKS:
         return [rank_line(rank, state) for rank in state.ranks]
     spread = [f"  {name}: {values}" for name, values in rank_texts.spread(state)]
-    named = rank_texts.outliers(state, MAX_RANK_ROWS // 2)
+    named = rank_texts.outliers(state, MAX_SINGLE_RANKS // 2)
     rows = [rank_line(r, state) + (f"  ({reason})" if reason else "") for r, reason in named]
     return [f"  {rank_texts.statuses(state.ranks)}", *spread, *rows]
 

@@ -38,9 +38,9 @@ from ..system.text import format_bytes, shorten
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import EventWriter
+from ..tracking.limits import MAX_EVENTS_KEPT
 from ..transport import exceptions
-from ..transport.limits import MAX_EXCEPTION_CHARS
-from . import limits
+from ..transport.limits import MAX_TEXT_CHARS
 from .observers.evidence.work_sample import begun_in, is_in_group
 
 Collectives = tuple[tuple[int, str, str, bool], ...]
@@ -100,7 +100,7 @@ def last_collectives(recorder: Path) -> Collectives:
         groups = record.by_group if record is not None else {}
         names = (collectives.DEFAULT_GROUP, collectives.DEFAULT_GROUP + collectives.NCCL_SUFFIX)
         longest = max((groups.get(name, ()) for name in names), key=len)
-        if last := longest[-limits.MAX_LAST_COLLECTIVES :]:
+        if last := longest[-MAX_EVENTS_KEPT:]:
             return tuple((c.number, c.name, _format_shape(c.shape), c.is_pending) for c in last)
     return ((0, "", "", False),)
 
@@ -133,7 +133,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 
 def _text(error: BaseException) -> str:
-    texts = ((type(link).__name__, str(link)[:MAX_EXCEPTION_CHARS]) for link in _chain(error))
+    texts = ((type(link).__name__, str(link)[:MAX_TEXT_CHARS]) for link in _chain(error))
     return "\n".join(map(": ".join, texts))
 
 
@@ -146,7 +146,7 @@ def _loader_workers(error: BaseException) -> Iterator[tuple[str, str]]:
     frames = [frame for frame in _frames(error) if frame.f_code.co_filename.endswith(_LOADER)]
     loaders = [frame.f_locals.get("self") for frame in frames]
     workers: list[Any] = next((w for o in loaders if (w := getattr(o, "_workers", None))), [])
-    message = f"{type(error).__name__}: {str(error)[:MAX_EXCEPTION_CHARS]}"
+    message = f"{type(error).__name__}: {str(error)[:MAX_TEXT_CHARS]}"
     if "Caught " in message or not (
         "DataLoader worker" in message or isinstance(error, (ConnectionError, EOFError))
     ):

@@ -3,9 +3,6 @@
 REPORT_INTERVAL_S = 0.5
 """Between two reports of counts or of a bar, readings of the loops, and losses of a GPU."""
 
-MAX_FIRST_LOSSES = 256
-"""Steps from the start whose losses are all reported, so that a short training has a curve."""
-
 MAX_SKIPPED_LOSSES = 10
 """Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
 
@@ -35,9 +32,6 @@ larger value of a cell stays in the rank."""
 
 MAX_ALL_DISPLAYS_BYTES = 16_000_000
 """Of all displays of rank 0, and of those of all other ranks together."""
-
-MAX_LAST_COLLECTIVES = 32
-"""Collectives that a failed rank reports. Ranks differ in the last few."""
 
 THREAD_IDLE_LIMIT_S = 30.0
 KERNEL_THREAD_IDLE_LIMIT_S = 1.0

@@ -188,14 +188,14 @@ class Nvml:
 def test_gpus_are_looked_at_until_they_hold_no_more_than_before(
     driver: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "GPU_RELEASE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(limits, "RELEASE_TIMEOUT_S", 60.0)
     driver[:] = [600]
     (before,) = resource_sampler.measure_gpus("cuda", None)
     assert before.gpus == ((0, "H200", 600 << 20),)
     driver[:] = [9000, 5000, 610]
     (after,) = resource_sampler.measure_gpus("cuda", before)
     assert after.gpus == ((0, "H200", 610 << 20),)
-    monkeypatch.setattr(limits, "GPU_RELEASE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(limits, "RELEASE_TIMEOUT_S", 0.0)
     driver[:] = [9000]
     (kept,) = resource_sampler.measure_gpus("cuda", before)
     assert not resource_sampler.is_gpu_memory_released(before, kept)

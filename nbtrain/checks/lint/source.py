@@ -22,7 +22,7 @@ from ...findings import Finding, Place
 from ...planning.plan import Call, Cell
 from ...planning.task_values import arguments, function_of, module_of, visible
 from ...system.source_files import is_library
-from ..limits import MAX_SOURCE_CHARS
+from ...transport.limits import MAX_TEXT_CHARS
 
 NameCell = Callable[[str], str | None]
 """Returns "In[3]" for the file name of a cell, and None for other files."""
@@ -314,7 +314,7 @@ def read(task: Call | Cell, name_cell: NameCell | None = None) -> list[Source]:
 
 def _read_cell(cell: Cell) -> Source:
     """Return the source of a cell. Raises `SourceTooLongError` and `SyntaxError`."""
-    if len(cell.source) > MAX_SOURCE_CHARS:
+    if len(cell.source) > MAX_TEXT_CHARS:
         raise SourceTooLongError
     module = ast.parse(cell.source)
     defined = [node for node in module.body if is_function(node) and node.name == cell.function]
@@ -353,10 +353,10 @@ def _read_function(
 def _parse_file(filename: str) -> tuple[ast.Module, list[str]] | None:
     """Return the tree and lines of a cell or of the user's file; None for other files.
 
-    None also for a file that is empty, longer than `MAX_SOURCE_CHARS` or not valid Python.
+    None also for a file that is empty, longer than `MAX_TEXT_CHARS` or not valid Python.
     """
     lines = [] if is_library(filename) else linecache.getlines(filename)
-    if not 0 < sum(map(len, lines)) <= MAX_SOURCE_CHARS:
+    if not 0 < sum(map(len, lines)) <= MAX_TEXT_CHARS:
         return None
     try:
         return ast.parse("".join(lines)), [line.rstrip("\r\n") for line in lines]

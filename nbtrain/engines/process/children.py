@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from ...tracking import clock
-from .. import limits
+from ...tracking.limits import RELEASE_TIMEOUT_S
 from ..base import SIGNALS, Action, Exit, Ranks
 from .orphan_reaper import signal_sessions, write_ledger
 
@@ -129,10 +129,10 @@ class ChildRanks(Ranks):
     def close(self) -> None:
         """Kill and reap the ranks that are left, and close the store.
 
-        Ranks that SIGKILL does not end within `CLOSE_TIMEOUT_S` are given up. May be repeated.
+        Ranks that SIGKILL does not end within `RELEASE_TIMEOUT_S` are given up. May be repeated.
         """
         self.signal(self.alive, "kill")
-        deadline = time.monotonic() + limits.CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
         while self._watched and time.monotonic() < deadline:
             self.wait(0.1)
         for pidfd in self._watched.values():  # a driver or file system blocks SIGKILL

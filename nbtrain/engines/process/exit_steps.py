@@ -14,9 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from ...tracking.limits import RELEASE_TIMEOUT_S
 from ...worker.thread_joining import join_threads
-from .. import limits
-from ..base import CRASHED_EXIT_CODE
 
 
 def run_exit_steps(inherited_tracker: int | None = None) -> None:
@@ -44,10 +43,10 @@ def run_exit_steps(inherited_tracker: int | None = None) -> None:
 def run_to_end(body: Callable[[], int]) -> NoReturn:
     """Run `body`, and end the process at once with the exit code that it returns.
 
-    An exception is printed, and the code is `CRASHED_EXIT_CODE`. No exit functions run, and no
-    files are flushed: `body` calls `run_exit_steps` for that.
+    An exception (an error in nbtrain) is printed, and the code is `os.EX_SOFTWARE`. No exit
+    functions run, and no files are flushed: `body` calls `run_exit_steps` for that.
     """
-    code = CRASHED_EXIT_CODE
+    code = os.EX_SOFTWARE
     try:
         code = body()
     except BaseException:  # there is no caller to return to
@@ -81,7 +80,7 @@ def _stop_resource_tracker(inherited: int | None) -> None:
     """Close this rank's end of the pipe of multiprocessing's tracker; wait until that has ended.
 
     The tracker frees shared memory when all ends are closed. If a child keeps one open, this waits
-    for `CLOSE_TIMEOUT_S`. Does nothing without a tracker, or if its pid is `inherited`.
+    for `RELEASE_TIMEOUT_S`. Does nothing without a tracker, or if its pid is `inherited`.
     """
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)
@@ -90,6 +89,6 @@ def _stop_resource_tracker(inherited: int | None) -> None:
         return
     with contextlib.suppress(OSError):
         os.close(pipe)
-        deadline = time.monotonic() + limits.CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.005)

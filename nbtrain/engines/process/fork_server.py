@@ -32,6 +32,7 @@ from ...system.files import is_readable
 from ...system.processes import Prctl, prctl
 from ...system.source_files import is_library
 from ...tracking.launch_log import LOGGER
+from ...transport.limits import CONNECT_TIMEOUT_S
 from .. import limits
 from .interpreter import interpreter_command
 
@@ -130,7 +131,7 @@ class ForkServer:
             with _subreaper():
                 request = {"path": sys.path, "ranks": list(orders), "parent": os.getpid()}
                 self._send(request, [place, gate, *files])
-                deadline = time.monotonic() + limits.FORK_TIMEOUT_S
+                deadline = time.monotonic() + CONNECT_TIMEOUT_S
                 while len(pids) < len(orders):
                     reply = self._read_reply(deadline)
                     if "pid" in reply:
@@ -153,7 +154,7 @@ class ForkServer:
         """Send a request with open files to the server. Raises `ServerError`."""
         data = json.dumps(request).encode()
         try:
-            self._socket.settimeout(limits.FORK_TIMEOUT_S)
+            self._socket.settimeout(CONNECT_TIMEOUT_S)
             socket.send_fds(self._socket, [len(data).to_bytes(8, "big")], files)
             self._socket.sendall(data)
         except OSError as error:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...engines import Engine
-from ...lifecycle import limits
 from ...lifecycle.launch_sides import Companion, LaunchSide
 from ...system.text import format_ranks
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.state import RankState, RunState
 from ...transport.channel import Channel, connect
 from ...transport.job import Job
@@ -217,7 +217,7 @@ class Conversation(Companion):
         while open_ones and time.monotonic() < deadline:
             self._listen()
             open_ones = {r for r in open_ones if r in self._channels and r not in self._said}
-            time.sleep(limits.POLL_INTERVAL_S / 5 if open_ones else 0.0)
+            time.sleep(POLL_INTERVAL_S / 5 if open_ones else 0.0)
         for rank in ranks:  # in the order of ranks
             self._show_of(rank)
         for rank in sorted(open_ones):

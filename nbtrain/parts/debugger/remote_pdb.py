@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ...lifecycle.limits import POLL_INTERVAL_S
 from ...system.source_files import RANK_BODY, is_own, short_name
+from ...tracking.limits import POLL_INTERVAL_S
 from ...transport.channel import Channel, Listener
-from ...transport.limits import MAX_EXCEPTION_CHARS
+from ...transport.limits import MAX_TEXT_CHARS
 from ...worker.stopping import StopOnRequest
 
 GO_ON = "c\n"
@@ -125,12 +125,12 @@ class NotebookFile:
         """Send a message with the text so far; return whether it was sent.
 
         Waits until the notebook has connected, or the run must stop. Text that cannot be sent is
-        lost, and so is what exceeds `MAX_EXCEPTION_CHARS`.
+        lost, and so is what exceeds `MAX_TEXT_CHARS`.
         """
         text, self._text = "".join(self._text), []
-        if len(text) > MAX_EXCEPTION_CHARS:
-            left = len(text) - MAX_EXCEPTION_CHARS
-            text = f"{text[:MAX_EXCEPTION_CHARS]}\n… and {left:,} characters more\n"
+        if len(text) > MAX_TEXT_CHARS:
+            left = len(text) - MAX_TEXT_CHARS
+            text = f"{text[:MAX_TEXT_CHARS]}\n… and {left:,} characters more\n"
             text += message.get("prompt", "")
         channel = self._accept_channel()
         if channel is None:

@@ -17,14 +17,12 @@ from ...tracking import events as ev
 from ...tracking.overview import history
 from ...tracking.run_folder import RunFolder
 from ...tracking.state import RunState
-from ...transport.limits import MAX_EXCEPTION_CHARS
+from ...transport.limits import MAX_TEXT_CHARS
+from ...ui.limits import REPORT_INTERVAL_S
 from .notifications import reason
 
 STEP_TIMEOUT_S = 30.0
 """Seconds that a step waits for the ranks that did not report it: steps are sent in order."""
-
-MACHINE_REPORT_INTERVAL_S = 10.0
-"""Seconds between two reports of what the machine does."""
 
 PROJECT = "nbtrain"
 """The project (experiment) of runs, where the tracker's own variable names no other."""
@@ -75,9 +73,7 @@ class RunTracker:
 
     def explain(self, error: BaseException) -> str:
         """Return the text of the note for an error of the tracker."""
-        text = (
-            strip_escapes(mask_text(str(error)[:MAX_EXCEPTION_CHARS]), 300) or type(error).__name__
-        )
+        text = strip_escapes(mask_text(str(error)[:MAX_TEXT_CHARS]), 300) or type(error).__name__
         return f"the tracker failed ({type(error).__name__}: {text})"
 
     def _config(self, state: RunState) -> dict[str, Any]:
@@ -264,7 +260,7 @@ class Machine:
             for name, value in _figures(event):
                 self._since, self._last = self._since or event.time, event.time
                 self._values.setdefault(f"system/{name}", []).append(value)
-        return self.means() if self._last > self._since + MACHINE_REPORT_INTERVAL_S else {}
+        return self.means() if self._last > self._since + REPORT_INTERVAL_S else {}
 
     def means(self) -> dict[str, float]:
         """Return the figures since the last ones."""

@@ -19,12 +19,10 @@ from typing import Any
 from ...system.instrumentation import patch, when_imported
 from ...system.network import is_loopback
 from ...tracking.launch_log import LOGGER
-from .world import JOIN_TIMEOUT_S, World, addresses, current_world
+from ...transport.limits import CONNECT_TIMEOUT_S
+from .world import World, addresses, current_world
 
 TF_CONFIG = "TF_CONFIG"
-
-EARLY_JOIN_TIMEOUT_S = 10.0
-"""For variables that code reads by itself: on live ranks, some may not run the cell."""
 
 JAX_EXIT_TIMEOUT_S = 30 * 24 * 3600
 """How long JAX lets a rank that has returned wait for those that train: the run's timeout counts.
@@ -69,7 +67,7 @@ def set_variables(world: World) -> None:
     logged and not tried again. Variables that the user has set stay.
     """
     try:
-        found = addresses(EARLY_JOIN_TIMEOUT_S)
+        found = addresses(CONNECT_TIMEOUT_S)  # some live ranks may not run the cell
     except Exception as error:  # a strategy raises it again
         LOGGER.info("the variables of TensorFlow and Keras were not set: %s", error)
         return
@@ -179,7 +177,7 @@ def _add_cluster(module: Any) -> None:
 
             It has no password: with all ranks on one host, it gets the loopback interface.
             """
-            address = addresses(float(timeout_secs or JOIN_TIMEOUT_S)).coordinator
+            address = addresses(timeout_secs).coordinator
             host, _, port = address.rpartition(":")
             address = f"{host}:{override_coordinator_port or port}"
             if is_loopback(host):

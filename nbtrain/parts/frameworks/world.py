@@ -14,15 +14,13 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from ...errors import LaunchError
-from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.world import Placement
 from ...system.network import is_loopback, own_address
+from ...tracking.limits import POLL_INTERVAL_S
 from ...worker import rank_context
-
-JOIN_TIMEOUT_S = 300.0
-"""As JAX waits for its processes."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +64,20 @@ def current_world() -> World:
     return World(rank, local, size, os.environ["MASTER_ADDR"], port, restarts + 1)
 
 
-def addresses(timeout_s: float = JOIN_TIMEOUT_S) -> Addresses:
+def addresses(timeout_s: float | None = None) -> Addresses:
     """Reserve and publish this rank's addresses, and return those of all ranks.
 
-    Raises `LaunchError` if another rank has not published its addresses within `timeout_s`.
+    Raises `LaunchError` if another rank has not published its addresses within `timeout_s`, by
+    default within the 300 seconds that torch waits for a key of its store.
     """
     world = current_world()
     if world in _addresses:
         return _addresses[world]
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    host, port, patience = world.store_host, world.store_port, timedelta(seconds=timeout_s)
-    of_run = TCPStore(host, port, None, False, patience, wait_for_workers=False)
+    given: dict[str, Any] = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
+    of_run: Any = TCPStore(world.store_host, world.store_port, wait_for_workers=False, **given)
+    timeout_s = of_run.timeout.total_seconds()
     store = PrefixStore(f"nbtrain/frameworks/{world.attempt}", of_run)
     own = [f"{_own_host(world)}:{reserved.getsockname()[1]}" for reserved in _reserve()]
     store.set(str(world.rank), " ".join(own))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -19,7 +18,6 @@ from ...tracking.state import IDLE
 from ...transport import payload
 from ...transport.job import Job
 from ...transport.weights.models import Part
-from .limits import EXIT_BATCH_WINDOW_S
 
 Message = dict[str, Any]
 
@@ -140,14 +138,6 @@ class TaskRanks(Ranks):
 
     def wait(self, timeout: float) -> list[Exit]:
         """Return the ranks that have done their task, or are gone; see `Ranks.wait`."""
-        exits = self._receive(timeout)
-        deadline = time.monotonic() + EXIT_BATCH_WINDOW_S
-        while exits and self._busy and (left := deadline - time.monotonic()) > 0:
-            exits += self._receive(left)
-        return exits
-
-    def _receive(self, timeout: float) -> list[Exit]:
-        """Return the ranks that have done the task, or have ended, within the timeout."""
         exits = []
         for rank, message in self._members.receive(self._busy, timeout).items():
             if message is None:

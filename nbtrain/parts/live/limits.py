@@ -1,13 +1,7 @@
 """Limits of live ranks. Others are those of any run: `lifecycle.limits`."""
 
-START_TIMEOUT_S = 120.0
-"""For ranks to start. On a cluster or a loaded host, imports take long."""
-
 REPLY_TIMEOUT_S = 30.0
 """For idle ranks to reply."""
 
 INTERRUPT_GRACE_S = 0.3
 """For a task to react to an interrupt before its collectives are ended."""
-
-EXIT_BATCH_WINDOW_S = 0.003
-"""After a rank has finished, the others are waited for so long, to report their ends together."""

@@ -27,12 +27,7 @@ from ...engines import Exit
 from ...errors import LaunchError, NbtrainError, PlanError, RankDied
 from ...findings import Finding
 from ...lifecycle import launcher
-from ...lifecycle.limits import (
-    FAILURE_REPORT_TIMEOUT_S,
-    MAX_RESULT_IN_MEMORY_BYTES,
-    UNKILLABLE_AFTER_S,
-    UNRESPONSIVE_AFTER_S,
-)
+from ...lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
 from ...lifecycle.restarts import socket_folder
 from ...lifecycle.run import PreserveLastRun, Run, last_run
 from ...lifecycle.supervisor import Interrupts
@@ -40,8 +35,10 @@ from ...planning import task_values
 from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
 from ...planning.option_types import variable_name
 from ...planning.plan import Call, Cell, Plan
+from ...system.files import SMALL_FILE_BYTES
 from ...system.text import format_duration, format_ranks, plural, with_article
 from ...tracking import clock
+from ...tracking.limits import UNRESPONSIVE_AFTER_S
 from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, Listener
 from ...transport.weights.models import Part
@@ -141,7 +138,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
     """
     channels: dict[int, Channel] = {}
     names: dict[int, set[str]] = {}
-    deadline = time.monotonic() + limits.START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     try:
         # A rank may connect before its pid is known here, which its first task needs.
         while len(channels) < run.state.world_size or any(r.pid is None for r in run.state.ranks):
@@ -152,7 +149,7 @@ def _wait_for_ranks(run: Run, listener: Listener, secret: str, snapshot: Snapsho
                 ranks = run.state.ranks
                 missing = [r.rank for r in ranks if r.rank not in channels or r.pid is None]
                 raise LaunchError(
-                    f"{format_ranks(missing)} did not begin within {limits.START_TIMEOUT_S:g} s"
+                    f"{format_ranks(missing)} did not begin within {START_TIMEOUT_S:g} s"
                 )
             channel = listener.accept(0.1)
             if channel is not None:
@@ -776,7 +773,7 @@ class LiveRanks:
     def __getitem__(self, name: str) -> list[Any]:
         """Return the variable `name` of every rank, as a list; one over 1 MiB is only described."""
         name = variable_name(name)
-        values = self.variables.fetch([name], MAX_RESULT_IN_MEMORY_BYTES, self._channels).values()
+        values = self.variables.fetch([name], SMALL_FILE_BYTES, self._channels).values()
         return [of_rank[name] for of_rank in values]
 
     def push(self, *names: str, **values: Any) -> None:

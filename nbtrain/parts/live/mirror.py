@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...lifecycle.limits import POLL_INTERVAL_S
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.run_folder import RunFolder
 from ...transport.channel import Channel, fill_memory_file
 from ...transport.file_sync import read_appended

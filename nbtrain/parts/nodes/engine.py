@@ -24,23 +24,19 @@ from typing import Any
 from ...engines.fork import ForkEngine
 from ...errors import LaunchError
 from ...findings import Finding
-from ...lifecycle.limits import POLL_INTERVAL_S
 from ...planning.plan import Plan, Task
 from ...planning.world import Placement, Rendezvous
 from ...system.network import interface_of, is_loopback, own_address
 from ...system.text import plural
 from ...tracking import clock
 from ...tracking import events as ev
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
 from ...transport.job import Job
+from ...transport.limits import CONNECT_TIMEOUT_S
+from ...ui.limits import REPORT_INTERVAL_S
 from ...worker import rank_context
-
-SIGN_OF_LIFE_S = 30.0
-"""Between two signs of a rank that waits for other nodes; without them it would count as hung."""
-
-ANSWER_TIMEOUT_S = 10.0
-"""For an answer of the store. What is no store never answers."""
 
 LINGER_S = 240.0
 """How long node 0 keeps the store for other nodes after its own ranks are done. torch's agents wait
@@ -191,7 +187,7 @@ class Meeting:
         while True:
             now = time.monotonic()
             if now >= next_sign:
-                next_sign = now + SIGN_OF_LIFE_S
+                next_sign = now + REPORT_INTERVAL_S  # without signs, it would count as hung
                 writer.write(ev.Phase(clock.now(), self._rank, ev.JOINING))
             try:
                 store = store or self._connect()
@@ -228,7 +224,7 @@ class Meeting:
         nodes = self._nodes
         # First: torch would wait for the port in C, and print that it does.
         socket.create_connection((nodes.host, nodes.port), timeout=2).close()
-        timeout = timedelta(seconds=ANSWER_TIMEOUT_S)
+        timeout = timedelta(seconds=CONNECT_TIMEOUT_S)  # what is no store never answers
         store = TCPStore(nodes.host, nodes.port, timeout=timeout, wait_for_workers=False)
         key = _entry_key(nodes.node)
         if self._rank == 0:

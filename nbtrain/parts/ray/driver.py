@@ -19,10 +19,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...engines.base import Action, Exit
 from ...errors import LaunchError
-from ...lifecycle.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
 from ...planning.world import Placement
 from ...system.files import write_atomically
 from ...tracking import clock
+from ...tracking.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
 from ...tracking.run_folder import RunFolder
 from ...transport.file_sync import FileCopies
 from . import limits, reservation
@@ -331,7 +331,7 @@ class Driver:
             parts = await self._ask(member, NodeRanks.read, dict(member.copies.have), 1.0)
             if parts:
                 member.copies.add(parts)
-                await asyncio.sleep(limits.COPY_INTERVAL_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _answer_questions(self, home: RunFolder) -> None:
         """Pass on the questions in the run folder to the nodes until all ranks have ended.

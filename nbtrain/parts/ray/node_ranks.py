@@ -36,12 +36,12 @@ from ...system import host
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.resource_sampler import Sampler
 from ...tracking.run_folder import RunFolder
 from ...transport import payload
 from ...transport.file_sync import file_size, read_appended
 from ...transport.job import Job
-from .limits import POLL_S
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class NodeRanks:
         """
         try:
             while self._server is not None and self._server.is_importing():
-                time.sleep(POLL_S)
+                time.sleep(POLL_INTERVAL_S / 5)
                 if not self._signals.empty():  # the launcher has gone
                     fork_server.end()  # what it imports may hang
                     raise LaunchError("the launch was given up")
@@ -249,7 +249,7 @@ class NodeRanks:
             while self._ranks.alive:
                 while not self._signals.empty():
                     self._ranks.signal(*self._signals.get())
-                exits = self._ranks.wait(POLL_S)
+                exits = self._ranks.wait(POLL_INTERVAL_S / 5)
                 for ended in exits:
                     sampler.forget(ended.rank)
                 self._sample(sampler, writer)  # first: its output is copied with the exits
@@ -288,7 +288,7 @@ class NodeRanks:
         """Return the bytes of files beyond those they `have`; wait for any up to `patience` s."""
         deadline = time.monotonic() + patience
         while not (parts := read_appended(self.folder.path, have)) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S / 5)
         return parts
 
     def fetch(self, name: str) -> Any:

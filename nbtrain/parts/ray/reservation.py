@@ -19,9 +19,10 @@ from typing import Any
 from ...errors import LaunchError, PlanError
 from ...lifecycle.limits import START_TIMEOUT_S
 from ...system.text import format_bytes, plural
+from ...tracking.limits import POLL_INTERVAL_S, RELEASE_TIMEOUT_S
 from ...transport.limits import CONNECT_TIMEOUT_S
 from . import dependencies, node_actor
-from .limits import FREE_CHECK_INTERVAL_S, NODE_RETURN_TIMEOUT_S, POLL_S, RELEASE_TIMEOUT_S
+from .limits import FREE_CHECK_INTERVAL_S, NODE_RETURN_TIMEOUT_S
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -262,7 +263,7 @@ class Reservation:
     async def place(self, request: NodeRequest, *, again: bool = False) -> list[str]:
         """Reserve nodes unless there are some, and start an actor on each; return notes about them.
 
-        Raises `LaunchError` without room, for a node that was lost or does not answer within 20 s,
+        Raises `LaunchError` without room, for a node that was lost or does not answer within 120 s,
         and for nodes that cannot run the ranks. What was reserved stays until `release`.
         """
         from ray.util import placement_group_table
@@ -348,8 +349,8 @@ class Reservation:
         if own is None or await has_ended(own):
             raise ConnectionError("no process of Ray is left on this host")
         while seconds > 0 and any(self._lacks(node) for node in found if node.id in used):
-            await asyncio.sleep(POLL_S)
-            found, seconds = nodes(self._ray), seconds - POLL_S
+            await asyncio.sleep(POLL_INTERVAL_S)  # as often as nodes report
+            found, seconds = nodes(self._ray), seconds - POLL_INTERVAL_S
         self._free = {node.id: node.free for node in found}
         return found
 

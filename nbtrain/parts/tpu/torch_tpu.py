@@ -17,12 +17,10 @@ from dataclasses import replace
 from ...engines.base import Ranks
 from ...engines.spawn import SpawnEngine
 from ...errors import LaunchError, MissingExtra
+from ...lifecycle.limits import START_TIMEOUT_S
 from ...planning.plan import Plan
 from ...system.tpu import has_torch_tpu
 from ...transport.job import Job
-
-IMPORT_TIMEOUT_S = 120.0
-"""Seconds for another interpreter to import torch and print the launch environment."""
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 
@@ -85,7 +83,7 @@ def launch_environment(ranks: int, given: Mapping[str, str]) -> dict[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=IMPORT_TIMEOUT_S,
+            timeout=START_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"torch_tpu could not choose how to launch ranks: {error}") from error

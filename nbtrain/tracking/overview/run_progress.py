@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...system.text import MAX_DURATION_S
+from ...system.text import MAX_TIME_S
 from .. import limits
 from ..state import ProgressBar, RankState, RunState, TrainingProgress
 from . import stragglers
@@ -54,7 +54,7 @@ def estimate_run(state: RunState, now: float) -> RunProgress:
     last = min(known, key=lambda p: (p.fraction or 0.0, p.step or 0))
     if last.remaining and stragglers.are_short_of_data(state):  # all ranks wait for that one
         factor = max(_slowdown(rank.progress) for rank in running)
-        return replace(last, remaining=min(MAX_DURATION_S, last.remaining * factor))
+        return replace(last, remaining=min(MAX_TIME_S, last.remaining * factor))
     return last
 
 
@@ -169,7 +169,7 @@ def _within(bar: ProgressBar, inner: float) -> float:
 def remaining(rank: RankState, done: float | None) -> float | None:
     """Return the seconds left at a rank's last report, if the rest is as fast as until then.
 
-    `done` is the rank's `fraction`. 0 if all is done; None before `MIN_ESTIMATE_S` of training, or
+    `done` is the rank's `fraction`. 0 if all is done; None before `RATE_WINDOW_S` of training, or
     if the share done is unknown.
     """
     if not done or done >= 1:
@@ -187,10 +187,10 @@ def remaining(rank: RankState, done: float | None) -> float | None:
             return None
         reported = max(bar.time for bar in rank.bars.values())  # by the clock of the events
         passed = reported - bars[0].time + bars[0].elapsed
-    if passed < limits.MIN_ESTIMATE_S:
+    if passed < limits.RATE_WINDOW_S:
         return None
     left = passed * (1 - done) / done
-    return left if left < MAX_DURATION_S else None
+    return left if left < MAX_TIME_S else None
 
 
 def _slowdown(trained: TrainingProgress | None) -> float:
@@ -207,10 +207,10 @@ def _slowdown(trained: TrainingProgress | None) -> float:
 def _remaining_in_epoch(rank: RankState) -> float | None:
     """Return the seconds left in the present epoch, if they can be estimated."""
     trained = rank.progress
-    if trained is None or trained.bar is None or trained.elapsed < limits.MIN_ESTIMATE_S:
+    if trained is None or trained.bar is None or trained.elapsed < limits.RATE_WINDOW_S:
         return None
     left = trained.bar.remaining
-    return None if left is None or left > MAX_DURATION_S else left
+    return None if left is None or left > MAX_TIME_S else left
 
 
 def _stuck_for(state: RunState, now: float) -> float | None:

@@ -57,7 +57,7 @@ def _slow_by_rate(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], str
     Without such a rank, the sentence has no meaning.
     """
     rates = {rank: of.step_rate for rank, of in ranks.items() if of.step_rate}
-    slow, usual = _find_outliers(rates, lambda rate, usual: rate < limits.SLOW_RATE_SHARE * usual)
+    slow, usual = _find_outliers(rates, lambda rate, usual: rate < (1 - limits.SLOW_SHARE) * usual)
     lowest = min((rates[rank] for rank in slow), default=0.0)
     are = "is" if len(slow) == 1 else "are"
     return slow, f"{format_ranks(slow)} {are} slower: {lowest:.3g} steps/s, the others {usual:.3g}"
@@ -69,9 +69,7 @@ def _slow_by_waiting(ranks: Mapping[int, TrainingProgress]) -> tuple[list[int], 
     Without such a rank, the sentence has no meaning.
     """
     shares = {rank: of.waiting or 0.0 for rank, of in ranks.items()}
-    slow, usual = _find_outliers(
-        shares, lambda share, usual: share >= usual + limits.MIN_EXTRA_WAIT_SHARE
-    )
+    slow, usual = _find_outliers(shares, lambda share, usual: share >= usual + limits.SLOW_SHARE)
     most = max((shares[rank] for rank in slow), default=0.0)
     wait = "waits" if len(slow) == 1 else "wait"
     text = f"{format_ranks(slow)} {wait} for data {100 * most:.0f} % of the time"

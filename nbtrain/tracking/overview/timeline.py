@@ -154,7 +154,7 @@ class Timeline:
         if not new_bins:
             return self._replace(newest=waited)
         letters = self.letters[: len(self.letters) - new_bins]
-        debt = 0.0 if waited < limits.MIN_WAIT_SHARE * new_bins else self.debt
+        debt = 0.0 if waited < limits.MIN_SHOWN_SHARE * new_bins else self.debt
         for _ in range(new_bins):
             debt += waited / new_bins
             letters += DATA if debt >= 0.5 else COMPUTE

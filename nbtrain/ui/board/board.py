@@ -13,9 +13,10 @@ from html import escape
 from ...hangs import verdict
 from ...system.text import shorten
 from ...tracking.curves import RATES
+from ...tracking.limits import MAX_SINGLE_RANKS
 from ...tracking.overview import stragglers
 from ...tracking.state import RunState
-from .. import card, limits, rank_texts, run_texts
+from .. import card, rank_texts, run_texts
 from . import charts, epoch_rows, header, log_panel, rank_table, theme
 
 
@@ -134,11 +135,11 @@ def escape_shortened(text: str, width: int) -> str:
 def _draw_ranks(state: RunState, *, each: bool) -> str:
     """Draw the table of ranks, and below it the memory by part.
 
-    With `each`, every rank has a row. Above MAX_RANK_ROWS ranks, `each` does nothing, and counts
+    With `each`, every rank has a row. Above MAX_SINGLE_RANKS ranks, `each` does nothing, and counts
     and spreads come first. Up to that many, an ended run also has a folded table with a row for
     every rank.
     """
-    few = state.world_size <= limits.MAX_RANK_ROWS
+    few = state.world_size <= MAX_SINGLE_RANKS
     rows = rank_table.rows_of(state, each=each and few)
     drawn = ""
     if not few:

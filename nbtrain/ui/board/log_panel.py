@@ -9,6 +9,7 @@ from itertools import islice
 
 from ...hangs import verdict
 from ...system.text import plural
+from ...tracking.limits import MAX_SINGLE_RANKS
 from ...tracking.state import RankState, RunState
 from .. import limits, merged_log, run_texts
 from . import theme
@@ -18,7 +19,7 @@ def merge_last_lines(state: RunState, count: int) -> list[tuple[str, str]]:
     """Return the last `count` lines of all ranks as (ranks, line), the oldest first.
 
     Lines that several ranks printed come once. Of failed ranks, only the one that caused the
-    failure has its traceback. Of more than MAX_RANK_ROWS different logs, the rest add no lines.
+    failure has its traceback. Of more than MAX_SINGLE_RANKS different logs, the rest add no lines.
     """
     cause = verdict.find_culprit(state)
     ranks = [
@@ -29,9 +30,9 @@ def merge_last_lines(state: RunState, count: int) -> list[tuple[str, str]]:
     ]
     talkers = sorted(ranks, key=_has_not_failed)
     groups = merged_log.group_logs(merged_log.last_lines(talkers, state, 2 * count))
-    others = [(ranks, frozenset(lines)) for ranks, lines in groups[limits.MAX_RANK_ROWS :]]
+    others = [(ranks, frozenset(lines)) for ranks, lines in groups[MAX_SINGLE_RANKS:]]
     # Merged from the end, which is the present moment for all ranks.
-    newest = merged_log.merge_groups(groups[: limits.MAX_RANK_ROWS], backwards=True)
+    newest = merged_log.merge_groups(groups[:MAX_SINGLE_RANKS], backwards=True)
     lines: list[tuple[str, str]] = []
     for owners, line in islice(newest, count):
         more = [rank for numbers, log in others if line in log for rank in numbers]
@@ -69,7 +70,7 @@ def draw(state: RunState, only: int | None = None, *, is_folded: bool = False) -
 
 def _draw_ended(state: RunState, count: int) -> str:
     """Draw the folded log of a run that is over, merged and by rank."""
-    board, most = limits.FINAL_BOARD, limits.MAX_RANK_ROWS
+    board, most = limits.FINAL_BOARD, MAX_SINGLE_RANKS
     lines = merge_last_lines(state, board.log_lines)
     drawn = _draw_folded(f"Log: {plural(count, 'line')}", lines, board.log_bytes // 2)
     talkers = sorted((rank for rank in state.ranks if rank.log), key=_has_not_failed)

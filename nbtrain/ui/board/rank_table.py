@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...hangs import verdict
 from ...system.text import format_bytes, format_number, format_ranks, shorten
+from ...tracking.limits import MAX_SINGLE_RANKS, MIN_SHOWN_SHARE
 from ...tracking.state import RankState, RunState
 from .. import eta, limits, rank_texts
 from ..tables import LEFT, RIGHT, TableCell, html_table
@@ -74,7 +75,7 @@ def rows_of(state: RunState, *, each: bool = False) -> list[Row]:
     if each or state.world_size <= 2:
         reasons = rank_texts.differences(state)
         return [Row((rank,), reasons.get(rank.rank, "")) for rank in state.ranks]
-    most = limits.MAX_RANK_ROWS // (2 if state.world_size <= limits.MAX_RANK_ROWS else 4)
+    most = MAX_SINGLE_RANKS // (2 if state.world_size <= MAX_SINGLE_RANKS else 4)
     single = [Row((rank,), reason) for rank, reason in rank_texts.outliers(state, most)]
     named = {row.first.rank for row in single}
     alike: dict[str, list[RankState]] = {}
@@ -133,9 +134,9 @@ def _are_together(rows: Sequence[Row]) -> bool:
     shares = [share for share in map(_share, rows) if share is not None] or [0.0]
     is_near = (
         max(steps) - min(steps) <= max(2.0, max(rates))
-        and max(shares) - min(shares) < limits.MIN_GAP_SHARE
+        and max(shares) - min(shares) < MIN_SHOWN_SHARE
     )
-    return is_near and max(rates) - min(rates) <= limits.MIN_GAP_SHARE * max(rates)
+    return is_near and max(rates) - min(rates) <= MIN_SHOWN_SHARE * max(rates)
 
 
 def _draw_remark(row: Row, state: RunState) -> str:
@@ -168,7 +169,7 @@ def _columns(rows: Sequence[Row], state: RunState) -> list[Column]:
     waits_named = any(rank_texts.WAITS in row.reason for row in rows)
     soft_left = f"{LEFT};{theme.SOFT}"
     shares = [share for share in map(_share, rows) if share is not None]
-    has_bars = bool(shares) and max(shares) - min(shares) >= limits.MIN_GAP_SHARE
+    has_bars = bool(shares) and max(shares) - min(shares) >= MIN_SHOWN_SHARE
 
     def median_of(text: Callable[[RankState], str]) -> Callable[[Row], str]:
         return lambda row: escape(row.median_text(text))

@@ -77,7 +77,7 @@ def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
     count = max((len(row.letters) for row in rows), default=0)
     seen = {letter for row in rows for letter in row.letters} - {of.UNKNOWN}
     # A bin of a short run mixes many steps and the saving after them. Only its end is certain.
-    is_short = bool(rows) and count * rows[0].width < tracking_limits.MIN_ESTIMATE_S
+    is_short = bool(rows) and count * rows[0].width < tracking_limits.RATE_WINDOW_S
     if not seen or (is_short and not seen & {of.FAILED, of.STALLED}):
         return None
     per = -(-len(rows) // limits.MAX_DRAWN_RANKS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ...tracking.limits import MAX_SINGLE_RANKS
 from ...tracking.state import RunState
 from .. import card, limits
 from ..board import board, theme
@@ -111,7 +112,7 @@ class Controls:
             "chart": [_AUTOMATIC, *list(state.curves.all)[: limits.MAX_DRAWN_RANKS]],
             "axis": list(_AXES) if state.curves.all else [],
             "log": [_LAST, _EVERY, *talkers[: limits.MAX_DRAWN_RANKS]] if talkers else [],
-            "ranks": list(_RANKS) if 2 < state.world_size <= limits.MAX_RANK_ROWS else [],
+            "ranks": list(_RANKS) if 2 < state.world_size <= MAX_SINGLE_RANKS else [],
         }
         for name, options in offered.items():
             if len(options) < 2 + (name == "chart"):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...tracking.limits import MAX_BINS
 from .. import limits
 from ..device_scalars import ScalarReader, captures, is_late
 from ..hooks import Observer, losses
@@ -196,7 +197,7 @@ class LossMeter(Observer):
             return
         self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
         self._shares += 1
-        if self._steps < limits.MAX_FIRST_LOSSES:  # who compares ranks wants the first few
+        if self._steps < MAX_BINS:  # who compares ranks wants the first few
             self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
@@ -220,7 +221,7 @@ class LossMeter(Observer):
     def _take(self, value: float, moment: _Moment) -> None:
         """Take a known value and judge it; a share of an accumulation may wait."""
         if moment.divisor > 1:
-            if self._accumulation is None and len(self._shares_to_take) < limits.MAX_FIRST_LOSSES:
+            if self._accumulation is None and len(self._shares_to_take) < MAX_BINS:
                 self._shares_to_take.append((moment, value))
                 return
             # A share of an accumulation, and not a mean that the user writes as a quotient.
@@ -229,7 +230,7 @@ class LossMeter(Observer):
         if not self._takes_turns or moment.optimizer == self._owners[0]:
             self._value = value
             self._add(value)
-        if moment.steps < limits.MAX_FIRST_LOSSES or self._takes_turns:
+        if moment.steps < MAX_BINS or self._takes_turns:
             self._remember(moment, value)
         if math.isfinite(value):
             self._not_finite, self._suspect, self.has_diverged = 0, None, False
@@ -243,7 +244,7 @@ class LossMeter(Observer):
     def _remember(self, moment: _Moment, value: float) -> None:
         """Keep a loss for a curve: of the first steps, and the last of each optimizer."""
         each = self._each
-        if moment.steps >= limits.MAX_FIRST_LOSSES:
+        if moment.steps >= MAX_BINS:
             each[:] = each[-len(self._owners) :]
         elif each and each[-1][0].steps == moment.steps and not self._takes_turns:
             each.pop()  # the last of an accumulation, or of two that take turns

@@ -15,9 +15,10 @@ import pytest
 
 from nbtrain.findings import Finding
 from nbtrain.tracking import events as ev
+from nbtrain.tracking import limits
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RankState, RunState
-from nbtrain.ui import eta, limits, text_summary
+from nbtrain.ui import eta, text_summary
 from nbtrain.ui.board import board as html
 from nbtrain.ui.board import charts, epoch_rows, header, log_panel, strips, theme
 from tests.support import board_states
@@ -304,7 +305,7 @@ def test_the_static_log_can_be_read_rank_by_rank() -> None:
     assert "rank 3: 2 lines" in page.text
     failed = ev.Exited(150, 13, 1, "failed")
     many = Page(html.render(ended(board(20, failed)), 200.0))
-    assert len(many.all("summary")) == 2 + limits.MAX_RANK_ROWS + 1  # and the card
+    assert len(many.all("summary")) == 2 + limits.MAX_SINGLE_RANKS + 1  # and the card
     assert "Log by rank: 16 of 20" in many.text
     assert "rank 13: 2 lines" in many.text
 

@@ -8,10 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from ....system.instrumentation import patch
+from ....tracking.limits import TIMELINE_BIN_S
 from ....worker.hooks import tell
-
-DELAY_S = 0.2
-"""A shorter compilation is not reported: JAX compiles each operation outside of `jit`."""
 
 
 def watch_jax(module: ModuleType, *_: object) -> None:
@@ -30,7 +28,8 @@ def watch_tensorflow(module: ModuleType, *_: object) -> None:
 def _compile(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call JAX's compiler or TensorFlow's tracer, and return its result.
 
-    Reports the phase "compiling" if the call takes longer than 0.2 s.
+    Reports the phase "compiling" if the call takes longer than 0.2 s, a bin of the timeline: JAX
+    compiles each operation outside of `jit`.
     """
     compiling = _Compiling()
     try:
@@ -45,7 +44,7 @@ class _Compiling:
     def __init__(self) -> None:
         self._is_over = self._is_reported = False
         self._lock = threading.Lock()
-        self._timer = threading.Timer(DELAY_S, self._report)
+        self._timer = threading.Timer(TIMELINE_BIN_S, self._report)
         self._timer.daemon = True
         with contextlib.suppress(RuntimeError):  # this process cannot start a thread
             self._timer.start()
