@@ -26,8 +26,11 @@ from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
 from ..ui.displays.html_display import ipython_shell
-from ..ui.summary import SCHEMA_VERSION, to_json_value
+from ..ui.summary import to_json_value
 from . import cell_watch
+
+_PAGE_WIDTH_CHARS = 80
+_LABEL_WIDTH_CHARS = 14
 
 _PACKAGES = "accelerate transformers torch_xla ipython ipykernel ipywidgets cloudpickle"
 _VARIABLES = (
@@ -42,6 +45,9 @@ _VARIABLES = (
     "NBTRAIN_PRELOAD",
     "NBTRAIN_DISABLE",
 )
+
+SCHEMA_VERSION = 1
+"""The version of the format of `to_dict`. It rises with each change that can break a program."""
 
 Row = tuple[str, str]
 """A row of the page: its label, and its text."""
@@ -262,14 +268,15 @@ def frontend(shell: Any, env: Mapping[str, str]) -> str:
 
 
 def section(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield an empty line, a title, and the rows in lines of 70 characters."""
+    """Yield an empty line, a title, and rows wrapped to the page's width."""
     yield ""
     yield title
     for label, text in rows:
         yield from textwrap.wrap(
-            f"{label}: {text}" if label else text,
-            initial_indent="  ",
-            subsequent_indent="    ",
+            text,
+            _PAGE_WIDTH_CHARS,
+            initial_indent=f"  {label:<{_LABEL_WIDTH_CHARS}}" if label else "  ",
+            subsequent_indent=" " * (2 + _LABEL_WIDTH_CHARS if label else 4),
             break_on_hyphens=False,
         )
 
@@ -285,7 +292,7 @@ def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> 
         yield f"GPU {gpu.index}", f"{gpu.name} · {memory} · driver {gpu.driver}{mode}"
         for holder in gpu.holders[:4]:
             size = f": {format_bytes(holder.mib << 20)}" if holder.mib else ""
-            yield "used by", processes.describe_process(holder.pid) + size
+            yield " ", processes.describe_process(holder.pid) + size
     for name in filter(None, others):
         yield "other", name
     if listed or visible:

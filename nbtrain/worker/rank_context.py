@@ -87,7 +87,7 @@ class RankSide:
         """Let what was queued end: the task has returned, and a peer may wait for this rank."""
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
-        """Look at an exception of the task, before it is reported."""
+        """Handle an exception of the task, before it is in the run's folder."""
 
 
 def sides_of(job: Job) -> Iterator[RankSide]:

@@ -80,7 +80,7 @@ def patched_for_forks() -> Iterator[None]:
     """Patch the libraries for all events in the body, so that ranks that it forks need not.
 
     The same patches in each rank would copy about 400 memory pages of this process there. In this
-    process nothing observes the events, so a call in another thread takes 200 ns more meanwhile.
+    process nothing observes the events: a patched call in another thread takes 200 ns more.
     """
     with _patched_for_forks:
         undos = collect_undos(keep)
