@@ -5,7 +5,10 @@ everything else works. Its ``__init__`` has a `Part`, which refers to all code a
 ("module:name"), so that it is imported when it is used. From here the core gets commands, engines,
 and the parts' code for launches (`nbtrain.lifecycle.launch_sides`) and for ranks
 (`nbtrain.worker.rank_context`). The core may depend on the traits of an engine or a plan, but not
-on the part that they belong to.
+on the part that they belong to. A part imports of the core what `nbtrain.part_api` lists.
+
+Another package adds a part by an entry point of the group ``nbtrain.parts``, whose value is its
+`Part` ("package.module:PART").
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import PlanError
+
+_T = TypeVar("_T")
 
 TABLE = (
     "live",
@@ -66,7 +71,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Part:
-    """What a part adds, by names."""
+    """What a part adds, by names.
+
+    Code is named as "module:name". For a part of nbtrain, the module begins with the part's folder
+    ("live.server:serve"), otherwise with the name of its package.
+    """
 
     commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands of ``%nbtrain``."""
@@ -85,36 +94,80 @@ class Part:
 
 @functools.cache
 def parts() -> Mapping[str, Part]:
-    """Return the parts by their names."""
-    return {name: importlib.import_module(f"nbtrain.parts.{name}").PART for name in TABLE}
+    """Return the parts by their names: those of `TABLE`, then those of other packages.
+
+    Of several parts, commands or engines of one name, the first is used.
+    """
+    own = {name: importlib.import_module(f"nbtrain.parts.{name}").PART for name in TABLE}
+    return _merge(own, _parts_of_packages())
+
+
+def _merge(*mappings: Mapping[str, _T]) -> dict[str, _T]:
+    """Return the entries of all mappings; of several with one key, the first."""
+    merged: dict[str, _T] = {}
+    for mapping in mappings:
+        merged |= {key: value for key, value in mapping.items() if key not in merged}
+    return merged
+
+
+def _parts_of_packages() -> dict[str, Part]:
+    """Return the parts of other packages. One that cannot be imported is left out: see `broken`."""
+    # Imported here: it loads email and zipfile, which ranks do not need.
+    from importlib.metadata import entry_points
+
+    found: dict[str, Part] = {}
+    for point in entry_points(group="nbtrain.parts"):
+        try:
+            part = point.load()
+            if not isinstance(part, Part):
+                raise TypeError(f"{point.value} is a {type(part).__name__}, not a Part")
+            found[point.name] = part
+        except Exception as error:  # a broken package must not end nbtrain
+            broken[point.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+broken: dict[str, str] = {}
+"""What went wrong with parts of other packages, by name. ``%nbtrain doctor`` shows it."""
 
 
 def load(reference: str) -> Any:
-    """Import ``module:name`` from `nbtrain.parts`, and return it."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(f"nbtrain.parts.{module}"), name)
+    """Import the ``module:name`` of a part, and return it."""
+    module, _, name = _full(reference).partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _full(reference: str) -> str:
+    """Return a reference of a part from the package on."""
+    folder = reference.partition(":")[0].partition(".")[0]
+    return f"nbtrain.parts.{reference}" if folder in TABLE else reference
 
 
 def commands() -> dict[str, Command]:
     """Return the parts' commands of ``%nbtrain``."""
-    return {name: command for each in parts().values() for name, command in each.commands.items()}
+    return _merge(*(each.commands for each in parts().values()))
 
 
 def shell_commands() -> dict[str, Command]:
     """Return the parts' commands of ``nbtrain`` on the command line."""
-    of_parts = (each.shell_commands for each in parts().values())
-    return {name: command for commands in of_parts for name, command in commands.items()}
+    return _merge(*(each.shell_commands for each in parts().values()))
 
 
 def engines() -> dict[str, str]:
     """Return the references of the parts' engines, by name."""
-    rows = (row for each in parts().values() for row in each.engines.items())
-    return {name: f"nbtrain.parts.{reference}" for name, reference in rows}
+    references = _merge(*(each.engines for each in parts().values()))
+    return {name: _full(reference) for name, reference in references.items()}
+
+
+def rank_sides(device: str) -> tuple[str, ...]:
+    """Return the references of what parts do in ranks on this type of device, such as "cpu"."""
+    sided = (each for each in parts().values() if each.rank_side)
+    return tuple(e.rank_side for e in sided if e.devices is None or device in e.devices)
 
 
 def require(part: str, what: str) -> None:
     """Raise `PlanError` if a part is missing; `what` names what needs it."""
-    if part not in TABLE:
+    if part not in parts():
         raise PlanError(f"{what} needs the part `{part}` of nbtrain, which is not installed here")
 
 

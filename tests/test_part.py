@@ -140,3 +140,124 @@ def test_the_core_names_no_part() -> None:
 def test_what_a_part_lacks_is_said() -> None:
     with pytest.raises(PlanError, match=r"`x` needs the part `gone` of nbtrain, which is not"):
         part.load_provided("gone", "thing", "`x`")
+
+
+PACKAGE_OF_ANOTHER = {
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "nbtrain-tally"
+version = "1.0"
+
+[project.entry-points."nbtrain.parts"]
+tally = "tally:PART"
+absent = "no_such_module:PART"
+
+[tool.setuptools]
+packages = ["tally"]
+""",
+    "tally/__init__.py": '''
+"""Counts optimizer steps in each rank, and launches around the notebook."""
+from nbtrain.part_api import Command, Part
+
+PART = Part(
+    commands={
+        "tally": Command("tally.notebook:command", "%nbtrain tally        print the count"),
+        "vars": Command("tally.notebook:command", "not this one"),
+    },
+    engines={"loud": "tally.engine:LoudEngine"},
+    launch_side="tally.notebook:TallyLaunch",
+    rank_side="tally.rank:TallyRank",
+)
+''',
+    "tally/notebook.py": """
+from nbtrain.part_api import LaunchSide, Plan, Typed
+
+seen = []
+
+class TallyLaunch(LaunchSide):
+    def check(self, plan: Plan) -> None:
+        seen.append(plan.name)
+
+def command(typed: Typed) -> str:
+    return f"{len(seen)} launches{typed.text}"
+""",
+    "tally/rank.py": """
+from nbtrain.part_api import Observer, RankContext, RankSide, clock, events, hooks
+
+class Counter(Observer):
+    def __init__(self, context):
+        self.context, self.steps = context, 0
+
+    def on_step(self, optimizer):
+        self.steps += 1
+
+    def on_training_end(self, wait):
+        values = {"tally": float(self.steps)}
+        self.context.writer.write_metrics(clock.now(), self.context.rank, None, values, self.steps)
+
+class TallyRank(RankSide):
+    def begin(self, context: RankContext) -> None:
+        hooks.add(Counter(context))
+""",
+    "tally/engine.py": """
+from nbtrain.part_api import ForkEngine
+
+class LoudEngine(ForkEngine):
+    name = "loud"
+""",
+}
+
+USES_IT = """
+import nbtrain, torch
+from IPython.testing.globalipapp import start_ipython
+shell = start_ipython()
+shell.run_line_magic('load_ext', 'nbtrain')
+
+def train():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        (weight ** 2).sum().backward()
+        optimizer.step()
+
+for engine in ('loud', 'spawn'):
+    run = nbtrain.launch(train, num_processes=2, engine=engine, view='none')
+    print(run.state.engine, [rank.metrics['tally'] for rank in run.state.ranks])
+print(shell.run_line_magic('nbtrain', 'tally !'))
+from nbtrain.commands.magics import _nbtrain_help
+print('%nbtrain tally' in _nbtrain_help(), 'not this one' in _nbtrain_help())
+from nbtrain.commands import doctor
+print(*[text for label, text in doctor._versions(None, '') if label == 'parts'], sep=chr(10))
+"""
+
+
+def test_another_package_adds_a_part(tmp_path: Path) -> None:
+    project, installed = tmp_path / "project", tmp_path / "installed"
+    for name, text in PACKAGE_OF_ANOTHER.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    options = ["--no-build-isolation", "--disable-pip-version-check", "--target", str(installed)]
+    subprocess.run([*pip, *options, str(project)], check=True, timeout=120)
+    (tmp_path / "script.py").write_text(USES_IT)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(installed), str(PACKAGE.parent)]),
+        "NBTRAIN_HOME": str(tmp_path / "home"),
+    }
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [
+        "loud [3.0, 3.0]",
+        "spawn [3.0, 3.0]",
+        "2 launches !",
+        "True False",
+        "tally (of other packages)",
+        "without absent, which cannot be imported "
+        "(ModuleNotFoundError: No module named 'no_such_module')",
+    ], done.stderr[-3000:]

@@ -30,6 +30,7 @@ ROOMS = (
     "lifecycle",
     "commands",
     "__main__",
+    "part_api",
     "parts",
 )
 """From the ground up: a room may import itself and those that stand before it. A part imports the
@@ -109,7 +110,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_the_house_is_small_enough_to_be_known() -> None:
     packages = [path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()]
     assert len(packages) <= 12
-    assert len(list(PACKAGE.glob("*.py"))) <= 5
+    assert len(list(PACKAGE.glob("*.py"))) <= 6
     for folder in {path.parent for path in MODULES.values()}:
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= 12, f"{folder.name} has {len(files)} files"

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import engines
+from .. import engines, part
 from ..checks import preflight
 from ..errors import PlanError
 from ..findings import Finding
@@ -315,6 +315,10 @@ def _versions(build: TorchBuild | None, trouble: str) -> Iterator[Row]:
     missing = [name for name, version in packages.items() if version is None]
     if missing:
         yield "missing", ", ".join(missing)
+    if added := [name for name in part.parts() if name not in part.TABLE]:
+        yield "parts", f"{', '.join(added)} (of other packages)"
+    for name, reason in part.broken.items():
+        yield "parts", f"without {name}, which cannot be imported ({reason})"
 
 
 def _packages() -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .. import engines
+from .. import engines, part
 from ..checks import preflight
 from ..checks.lint import lint
 from ..engines import Engine
@@ -531,6 +531,7 @@ def make_job(
         device=device,
         threads=host.threads_per_rank(world_size),
         in_kernel=engine.runs_in_kernel,
+        rank_sides=() if engine.runs_in_kernel else part.rank_sides(device),
         in_notebook=getattr(ipython_shell(), "kernel", None) is not None,
         shared_classes=result_pickler.notebook_classes(),
     )

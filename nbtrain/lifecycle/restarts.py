@@ -71,7 +71,7 @@ def run_attempts(
             supervisor.finish()
             return None
         if engine.forks_kernel:
-            list(sides_of(job))  # imports the parts once, before the forks
+            sides_of(job)  # imports the parts once, before the forks
         while True:
             ranks = engine.start(job)
             try:

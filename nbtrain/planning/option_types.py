@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from .. import part
 from ..errors import PlanError
 from ..part import require
 from ..system.text import did_you_mean
@@ -50,11 +51,16 @@ OF_ALL = "@all"
 
 
 def engine_plugins() -> dict[str, str]:
-    """Return the engines that other packages add (entry points), as name and ``module:Class``."""
+    """Return the engines that other packages add, as name and ``module:Class``.
+
+    A package adds them by entry points of the group ``nbtrain.engines``, or with a part.
+    """
     # Imported here: it loads email and zipfile, which ranks do not need.
     from importlib.metadata import entry_points
 
-    return {point.name: point.value for point in entry_points(group="nbtrain.engines")}
+    of_parts = {name: ref for name, ref in part.engines().items() if name not in ENGINES}
+    points = entry_points(group="nbtrain.engines")
+    return {**of_parts, **{point.name: point.value for point in points}}
 
 
 DISABLED = "NBTRAIN_DISABLE"

@@ -44,4 +44,6 @@ class Job:
     that ``libraries`` started."""
     has_torch_xla: bool | None = None
     """Whether torch_xla is installed. None: each rank finds out, which reads many folders."""
+    rank_sides: tuple[str, ...] = ()
+    """What parts do in the ranks: references to subclasses of `RankSide`. Empty in the kernel."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

@@ -7,7 +7,6 @@ that training code calls, such as `nbtrain.log`, get it from `current`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .. import part
@@ -90,14 +89,12 @@ class RankSide:
         """Handle an exception of the task, before it is in the run's folder."""
 
 
-def sides_of(job: Job) -> Iterator[RankSide]:
-    """Yield the `RankSide` of each part that has one for the job's device; none in the kernel.
+def sides_of(job: Job) -> list[RankSide]:
+    """Return the `RankSide` of each part that has one for the job's device, imported if need be.
 
-    A process has one object of each, which is made at the first use.
+    A process has one object of each.
     """
-    for each in () if job.in_kernel else part.parts().values():
-        if each.rank_side and (each.devices is None or job.device in each.devices):
-            yield _side(each.rank_side)
+    return [_side(reference) for reference in job.rank_sides]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """A debugger in a rank, with its prompt in the notebook."""
 
-from ...part import Part
+from ...part_api import Part
 
 PART = Part(
     launch_side="debugger.conversation:DebuggerLaunch",

@@ -9,13 +9,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...engines import Engine
-from ...lifecycle.launch_sides import Companion, LaunchSide
-from ...system.text import format_ranks
-from ...tracking.limits import POLL_INTERVAL_S
-from ...tracking.state import RankState, RunState
-from ...transport.channel import Channel, connect
-from ...transport.job import Job
+from ...part_api import (
+    POLL_INTERVAL_S,
+    Channel,
+    Companion,
+    Engine,
+    Job,
+    LaunchSide,
+    RankState,
+    RunState,
+    connect,
+    format_ranks,
+)
 from ...ui.displays import prompt as prompts
 from ...ui.displays.prompt import Prompt
 

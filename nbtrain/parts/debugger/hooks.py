@@ -12,13 +12,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ...errors import NbtrainError
+from ...part_api import NbtrainError, RankContext, RankSide, clock, rank_context
+from ...part_api import events as ev
 from ...system import instrumentation
 from ...system.source_files import is_own
-from ...tracking import clock
-from ...tracking import events as ev
-from ...worker import rank_context
-from ...worker.rank_context import RankContext, RankSide, sides_of
+from ...worker.rank_context import sides_of
 from .remote_pdb import NotebookFile, make_debugger
 
 PATIENCE = timedelta(days=30)

@@ -1,6 +1,6 @@
 """Writes a cell, and what it needs of the notebook, as a script for ``torchrun``."""
 
-from ...part import Command, Part
+from ...part_api import Command, Part
 
 PART = Part(
     shell_commands={

@@ -19,14 +19,19 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from ...errors import PlanError
-from ...planning.cell import name_with_lookalikes, read_cell
-from ...planning.option_parser import parse_options, split_line
-from ...planning.plan import Cell
-from ...planning.secrets import has_secret, is_secret, mask_source, move_secrets_to_environment
+from ...part_api import (
+    Cell,
+    PlanError,
+    mask_source,
+    name_with_lookalikes,
+    plural,
+    split_line,
+    write_atomically,
+)
+from ...planning.cell import read_cell
+from ...planning.option_parser import parse_options
+from ...planning.secrets import has_secret, is_secret, move_secrets_to_environment
 from ...planning.source_names import always_bound_names, bound_names, names_read
-from ...system.files import write_atomically
-from ...system.text import plural
 
 _HEADER = "# Made by nbtrain"
 _MAGIC = re.compile(r"\s*%%distributed\b(.*)\n?")

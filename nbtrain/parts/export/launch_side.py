@@ -5,8 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-from ...lifecycle.launch_sides import LaunchSide
-from ...planning.plan import Cell
+from ...part_api import Cell, LaunchSide
 
 
 class ExportLaunch(LaunchSide):

@@ -1,5 +1,5 @@
 """Sends a run to trackers of experiments, and messages to people."""
 
-from ...part import Part
+from ...part_api import Part
 
 PART = Part(launch_side="forwarding.launch_side:ForwardingLaunch")

@@ -21,18 +21,14 @@ from typing import Protocol
 
 from ...engines.process import kernel_detach
 from ...engines.process.forking import fork_process, ready_to_fork
-from ...findings import Finding
-from ...lifecycle.launch_sides import Companion
 from ...lifecycle.limits import FOLDER_CHECK_INTERVAL_S
-from ...planning.plan import Plan
+from ...part_api import Companion, Finding, Plan, RunFolder, RunState, clock, new_events
+from ...part_api import events as ev
 from ...system.files import is_readable
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import Reader, all_events, new_events
+from ...tracking.event_log import Reader, all_events
 from ...tracking.reducers import end_run, fold
 from ...tracking.replay import initial_state, split_closing
-from ...tracking.run_folder import RunFolder, is_watched
-from ...tracking.state import RunState
+from ...tracking.run_folder import is_watched
 
 END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for trackers; what is left is sent behind it."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from ...engines import Engine
-from ...errors import MissingExtra
-from ...lifecycle.launch_sides import Companion, LaunchSide
+from ...part_api import Companion, Engine, Job, LaunchSide, MissingExtra, Plan
 from ...planning.option_types import OF_ALL
-from ...planning.plan import Plan
-from ...transport.job import Job
 
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 """The packages of trackers whose package has another name; one of them is needed."""

@@ -9,13 +9,10 @@ import platform
 from collections.abc import Sequence
 
 from ...hangs import verdict
+from ...part_api import RunFolder, RunState, clock, shorten
+from ...part_api import events as ev
 from ...planning.secrets import mask_text
-from ...system.text import shorten
-from ...tracking import clock
-from ...tracking import events as ev
 from ...tracking.limits import MAX_NOTE_CHARS
-from ...tracking.run_folder import RunFolder
-from ...tracking.state import RunState
 from ...ui import rank_texts, run_texts
 
 

@@ -1,6 +1,6 @@
 """TensorFlow, JAX and Keras in ranks: one world of each library's own, and what comes back."""
 
-from ...part import Part
+from ...part_api import Part
 
 PART = Part(
     launch_side="frameworks.launch_side:FrameworksLaunch",

@@ -11,8 +11,8 @@ import contextlib
 import sys
 from typing import Any, NoReturn
 
+from ...part_api import patch, replace
 from ...system import accelerator_guard
-from ...system.instrumentation import patch, replace
 from .kernel_state import describe
 
 

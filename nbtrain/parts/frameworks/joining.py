@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ...system.instrumentation import patch, when_imported
-from ...system.network import is_loopback
+from ...part_api import is_loopback, patch, when_imported
 from ...tracking.launch_log import LOGGER
 from ...transport.limits import CONNECT_TIMEOUT_S
 from .world import World, addresses, current_world

@@ -16,14 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import NbtrainError
-from ...planning.plan import Plan
+from ...part_api import EventWriter, NbtrainError, Plan, RunFolder, clock, write_atomically
+from ...part_api import events as ev
 from ...planning.task_values import is_model, named_values, references
-from ...system.files import write_atomically
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...tracking.run_folder import RunFolder
 from ...transport.weights.receiver import model_kinds
 from ...transport.weights.state_io import stamp
 

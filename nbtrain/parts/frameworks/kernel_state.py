@@ -14,12 +14,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ...checks.preflight import raise_if_refused
-from ...engines import Engine
-from ...engines.spawn import SpawnEngine
-from ...errors import PlanError
-from ...findings import Finding
+from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task
 from ...planning import task_values
-from ...planning.plan import Plan, Task
 from ...system import accelerator_guard
 from ...tracking.launch_log import attempt
 

@@ -12,9 +12,7 @@ from typing import Any
 
 from ...checks import lint
 from ...checks.lint.source import Binding, Source, called_name, receiver
-from ...engines import Engine
-from ...findings import Finding
-from ...planning.plan import Plan
+from ...part_api import Engine, Finding, Plan
 from .kernel_state import PACKAGES, packages_in
 
 _STRATEGY = "MultiWorkerMirroredStrategy"

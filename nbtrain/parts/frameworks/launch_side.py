@@ -7,11 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from types import FunctionType
 
-from ...engines import Engine
-from ...findings import Finding
-from ...lifecycle.launch_sides import LaunchSide
+from ...part_api import Cell, Engine, Finding, LaunchSide, Plan, Task
 from ...planning import task_values
-from ...planning.plan import Cell, Plan, Task
 from ...system import accelerator_guard
 from ...tracking.launch_log import attempt
 

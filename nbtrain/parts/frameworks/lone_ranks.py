@@ -5,13 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ...findings import Finding
-from ...planning.plan import Task
+from ...part_api import EventWriter, Finding, Observer, Task, rank_context
+from ...part_api import events as ev
 from ...system.accelerator_guard import frameworks_in_use
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...worker import rank_context
-from ...worker.hooks import Observer
 from ...worker.observers.evidence.work_sample import is_in_group, read_source
 from .joining import jax_world
 

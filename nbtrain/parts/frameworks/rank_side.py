@@ -10,13 +10,9 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ...part import load
-from ...planning.plan import Cell, Task
+from ...part_api import Cell, EventWriter, RankContext, RankSide, Task, hooks, when_imported
 from ...system import accelerator_guard
-from ...system.instrumentation import when_imported
-from ...tracking.event_log import EventWriter
-from ...worker import hooks
 from ...worker.hooks.guard import guard_step
-from ...worker.rank_context import RankContext, RankSide
 from . import LIBRARIES, VARIABLES
 
 _WATCHED = {

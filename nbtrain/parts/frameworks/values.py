@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ...part_api import Plan, when_imported
 from ...planning import task_values
-from ...planning.plan import Plan
 from ...system.accelerator_guard import frameworks_in_use
-from ...system.instrumentation import when_imported
 from ...transport.result_pickler import REDUCERS
 from . import VARIABLES, keras_models
 from .joining import join_early

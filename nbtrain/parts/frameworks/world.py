@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ...errors import LaunchError
-from ...planning.world import Placement
-from ...system.network import is_loopback, own_address
-from ...tracking.limits import POLL_INTERVAL_S
-from ...worker import rank_context
+from ...part_api import (
+    POLL_INTERVAL_S,
+    LaunchError,
+    Placement,
+    is_loopback,
+    own_address,
+    rank_context,
+)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Live ranks, which stay between cells: start and stop them, and exchange tasks and values."""
 
-from ...part import Command, Part
+from ...part_api import Command, Part
 
 _RUN = "live.commands:command"
 

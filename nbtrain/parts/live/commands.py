@@ -7,12 +7,20 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import PlanError
-from ...part import PASS, Typed
-from ...planning.option_parser import check_parsed, parser, split_line
+from ...part_api import (
+    PASS,
+    PlanError,
+    Typed,
+    check_parsed,
+    format_bytes,
+    format_ranks,
+    parser,
+    plural,
+    shorten,
+    split_line,
+    text_table,
+)
 from ...planning.plan import OPTIONS
-from ...system.text import format_bytes, format_ranks, plural, shorten
-from ...ui.tables import text_table
 from . import live_ranks
 from .live_ranks import LiveRanks
 

@@ -8,15 +8,10 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Protocol
 
-from ...engines.base import Action, Engine, Exit, Ranks
-from ...findings import Finding
-from ...planning.plan import Cell, Plan
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.run_folder import RunFolder
+from ...part_api import Action, Cell, Engine, Exit, Finding, Job, Plan, Ranks, RunFolder, clock
+from ...part_api import events as ev
 from ...tracking.state import IDLE
 from ...transport import payload
-from ...transport.job import Job
 from ...transport.weights.models import Part
 
 Message = dict[str, Any]

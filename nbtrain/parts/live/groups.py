@@ -16,8 +16,8 @@ import socket
 import sys
 from typing import Any
 
+from ...part_api import patch
 from ...planning.task_values import is_model
-from ...system.instrumentation import patch
 
 
 class ProcessGroups:

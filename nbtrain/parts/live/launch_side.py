@@ -7,9 +7,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...errors import PlanError
-from ...lifecycle.launch_sides import CellPlace, LaunchSide
-from ...planning.plan import Plan
+from ...lifecycle.launch_sides import CellPlace
+from ...part_api import LaunchSide, Plan, PlanError
 
 if TYPE_CHECKING:
     from .live_ranks import LiveRanks

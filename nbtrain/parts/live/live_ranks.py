@@ -23,24 +23,37 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ... import engines, part
-from ...engines import Exit
-from ...errors import LaunchError, NbtrainError, PlanError, RankDied
-from ...findings import Finding
+from ...errors import RankDied
 from ...lifecycle import launcher
 from ...lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
 from ...lifecycle.restarts import socket_folder
-from ...lifecycle.run import PreserveLastRun, Run, last_run
+from ...lifecycle.run import PreserveLastRun, last_run
 from ...lifecycle.supervisor import Interrupts
+from ...part_api import (
+    UNRESPONSIVE_AFTER_S,
+    Call,
+    Cell,
+    Channel,
+    Exit,
+    Finding,
+    LaunchError,
+    Listener,
+    NbtrainError,
+    Plan,
+    PlanError,
+    Run,
+    RunFolder,
+    clock,
+    format_duration,
+    format_ranks,
+    plan_fields,
+    plural,
+    with_article,
+)
 from ...planning import task_values
-from ...planning.option_parser import IDLE_TIMEOUT, plan_fields
+from ...planning.option_parser import IDLE_TIMEOUT
 from ...planning.option_types import variable_name
-from ...planning.plan import Call, Cell, Plan
 from ...system.files import SMALL_FILE_BYTES
-from ...system.text import format_duration, format_ranks, plural, with_article
-from ...tracking import clock
-from ...tracking.limits import UNRESPONSIVE_AFTER_S
-from ...tracking.run_folder import RunFolder
-from ...transport.channel import Channel, Listener
 from ...transport.weights.models import Part
 from ...ui.displays import prompt
 from . import limits

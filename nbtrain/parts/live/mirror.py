@@ -10,9 +10,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...tracking.limits import POLL_INTERVAL_S
-from ...tracking.run_folder import RunFolder
-from ...transport.channel import Channel, fill_memory_file
+from ...part_api import POLL_INTERVAL_S, Channel, RunFolder
+from ...transport.channel import fill_memory_file
 from ...transport.file_sync import read_appended
 
 

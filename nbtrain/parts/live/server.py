@@ -20,16 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...planning.plan import Plan
+from ...part_api import Channel, Plan, RankContext, RunFolder, connect, hooks, rank_context
 from ...planning.task_values import is_model, public
 from ...system import instrumentation
-from ...tracking.run_folder import RunFolder, mark_stopping
+from ...tracking.run_folder import mark_stopping
 from ...transport import payload
-from ...transport.channel import Address, Channel, connect
+from ...transport.channel import Address
 from ...transport.weights.models import find_parts
-from ...worker import hooks, main, rank_context
+from ...worker import main
 from ...worker.output.rich_output import RichOutput
-from ...worker.rank_context import RankContext
 from ...worker.task_runner import failing_plan, run_task
 from . import mirror, values
 from .groups import ProcessGroups

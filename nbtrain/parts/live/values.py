@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
-from ...errors import NbtrainError
+from ...part_api import NbtrainError
 from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
 from ...system.text import short_repr
 from ...transport import result_pickler

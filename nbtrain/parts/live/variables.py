@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import NbtrainError, PlanError
+from ...part_api import NbtrainError, PlanError
 from ...planning.task_values import is_model
 from ...transport import payload, result_pickler
 from ...transport.weights.models import Part, find_parts, get_part

@@ -1,6 +1,6 @@
 """Estimates the memory that a training needs on each rank, before anything is allocated."""
 
-from ...part import Command, Part
+from ...part_api import Command, Part
 
 PART = Part(
     commands={

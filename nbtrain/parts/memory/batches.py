@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...errors import PlanError
+from ...part_api import PlanError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Example = Callable[[], Inputs]

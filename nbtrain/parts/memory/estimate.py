@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from ...engines.process.forked_call import call_in_fork
-from ...errors import PlanError
-from ...part import Typed
+from ...part_api import PlanError, Typed, format_bytes
 from ...planning.option_parser import OptionParser
 from ...system import gpus, host
-from ...system.text import format_bytes
 from . import batches
 from .report import MemoryAnatomy, Room
 from .step import Step, own_model

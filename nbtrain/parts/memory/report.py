@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from ...system.text import format_bytes, format_count, plural
+from ...part_api import RIGHT, format_bytes, html_table, plural, text_table
+from ...system.text import format_count
 from ...ui.board import theme
-from ...ui.tables import LEFT, RIGHT, html_table, text_table
+from ...ui.tables import LEFT
 
 PASSES, STEP = "forward or backward pass", "optimizer's step"
 

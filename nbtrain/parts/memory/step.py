@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...errors import PlanError
-from ...system.text import with_article
+from ...part_api import PlanError, with_article
 from .batches import Example
 from .gpu_kernels import gpu_kernels
 from .report import PASSES, STEP, Parts

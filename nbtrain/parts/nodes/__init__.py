@@ -1,5 +1,5 @@
 """One run on several hosts without Ray: each host starts its own ranks, node 0 keeps the store."""
 
-from ...part import Part
+from ...part_api import Part
 
 PART = Part(engines={"nodes": "nodes.engine:MultinodeEngine"})

@@ -21,22 +21,28 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from ...engines.fork import ForkEngine
-from ...errors import LaunchError
-from ...findings import Finding
-from ...planning.plan import Plan, Task
-from ...planning.world import Placement, Rendezvous
-from ...system.network import interface_of, is_loopback, own_address
-from ...system.text import plural
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.limits import POLL_INTERVAL_S
+from ...part_api import (
+    POLL_INTERVAL_S,
+    Finding,
+    ForkEngine,
+    Job,
+    LaunchError,
+    Placement,
+    Plan,
+    Task,
+    clock,
+    is_loopback,
+    own_address,
+    plural,
+    rank_context,
+)
+from ...part_api import events as ev
+from ...planning.world import Rendezvous
+from ...system.network import interface_of
 from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
-from ...transport.job import Job
 from ...transport.limits import CONNECT_TIMEOUT_S
 from ...ui.limits import REPORT_INTERVAL_S
-from ...worker import rank_context
 
 LINGER_S = 240.0
 """How long node 0 keeps the store for other nodes after its own ranks are done. torch's agents wait

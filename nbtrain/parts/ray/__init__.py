@@ -1,5 +1,5 @@
 """Ranks on the nodes of a Ray cluster."""
 
-from ...part import Part
+from ...part_api import Part
 
 PART = Part(engines={"ray": "ray.engine:RayEngine"})

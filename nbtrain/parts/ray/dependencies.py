@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-from ...planning.plan import Cell, Task
+from ...part_api import Cell, Task
 from ...planning.task_values import code_within, is_pickled_by_value, references
 
 

@@ -17,13 +17,17 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...engines.base import Action, Exit
-from ...errors import LaunchError
-from ...planning.world import Placement
-from ...system.files import write_atomically
-from ...tracking import clock
-from ...tracking.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
-from ...tracking.run_folder import RunFolder
+from ...part_api import (
+    POLL_INTERVAL_S,
+    UNRESPONSIVE_AFTER_S,
+    Action,
+    Exit,
+    LaunchError,
+    Placement,
+    RunFolder,
+    clock,
+    write_atomically,
+)
 from ...transport.file_sync import FileCopies
 from . import limits, reservation
 from .node_ranks import NodeOrder, NodeRanks, RankExit

@@ -20,19 +20,27 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...engines.base import SIGNALS, Action, Engine, Exit, Ranks
+from ...engines.base import SIGNALS
 from ...engines.process.interpreter import interpreter_command
-from ...errors import LaunchError
-from ...findings import Finding
 from ...lifecycle.limits import UNKILLABLE_AFTER_S
-from ...planning.plan import Call, Plan
+from ...part_api import (
+    Action,
+    Call,
+    Engine,
+    Exit,
+    Finding,
+    Job,
+    LaunchError,
+    Plan,
+    Ranks,
+    clock,
+    new_events,
+)
+from ...part_api import events as ev
 from ...system import network
 from ...system.files import Tail
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import event_tail, new_events
+from ...tracking.event_log import event_tail
 from ...transport import payload
-from ...transport.job import Job
 from ...transport.limits import CONNECT_TIMEOUT_S
 from ...worker.rank_environment import rank_environment
 from . import dependencies

@@ -21,27 +21,30 @@ from pathlib import Path
 from typing import Any
 
 from ...engines import rendezvous
-from ...engines.base import Action, Exit
 from ...engines.process import fork_server
 from ...engines.process.children import ChildRanks
 from ...engines.process.orphan_reaper import OrphanReaper
 from ...engines.spawn import add_ranks, begin_server
-from ...errors import LaunchError
-from ...findings import Finding
 from ...hangs import collectives, stacks
 from ...hangs import limits as hang_limits
 from ...hangs.exit_causes import Cause, OomKills
-from ...planning.world import Placement
+from ...part_api import (
+    POLL_INTERVAL_S,
+    Action,
+    EventWriter,
+    Exit,
+    Finding,
+    Job,
+    LaunchError,
+    Placement,
+    RunFolder,
+    clock,
+)
+from ...part_api import events as ev
 from ...system import host
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.resource_sampler import Sampler
-from ...tracking.run_folder import RunFolder
 from ...transport import payload
 from ...transport.file_sync import file_size, read_appended
-from ...transport.job import Job
 
 
 @dataclass(frozen=True)

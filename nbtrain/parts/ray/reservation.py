@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import LaunchError, PlanError
 from ...lifecycle.limits import START_TIMEOUT_S
-from ...system.text import format_bytes, plural
-from ...tracking.limits import POLL_INTERVAL_S, RELEASE_TIMEOUT_S
+from ...part_api import POLL_INTERVAL_S, LaunchError, PlanError, format_bytes, plural
+from ...tracking.limits import RELEASE_TIMEOUT_S
 from ...transport.limits import CONNECT_TIMEOUT_S
 from . import dependencies, node_actor
 from .limits import FREE_CHECK_INTERVAL_S, NODE_RETURN_TIMEOUT_S

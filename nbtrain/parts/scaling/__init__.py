@@ -1,6 +1,6 @@
 """Measures the speed-up of a function on 1, 2, 4, … ranks."""
 
-from ...part import Command, Part
+from ...part_api import Command, Part
 
 PART = Part(
     commands={

@@ -10,16 +10,26 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from ...errors import NbtrainError, PlanError
 from ...lifecycle.launcher import run_plan
-from ...lifecycle.run import Run
-from ...part import Typed
-from ...planning.cell import name_with_lookalikes
-from ...planning.option_parser import check_parsed, parser, plan_fields, split_line, split_options
-from ...planning.plan import Call, Plan
-from ...planning.secrets import mask_source
+from ...part_api import (
+    Call,
+    NbtrainError,
+    Plan,
+    PlanError,
+    Run,
+    Typed,
+    check_parsed,
+    mask_source,
+    name_with_lookalikes,
+    parser,
+    plan_fields,
+    plural,
+    shorten,
+    split_line,
+    with_article,
+)
+from ...planning.option_parser import split_options
 from ...system.host import usable_cpus
-from ...system.text import plural, shorten, with_article
 from .report import ScalingReport, Size
 from .timed_function import time_steps
 

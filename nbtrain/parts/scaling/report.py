@@ -8,10 +8,9 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from ...errors import MissingExtra
+from ...part_api import RIGHT, MissingExtra, html_table, text_table
 from ...ui.board import axes, theme
 from ...ui.board.canvas import CANVAS, Label, Panel, draw_labels, draw_svg
-from ...ui.tables import RIGHT, html_table, text_table
 
 
 @dataclass

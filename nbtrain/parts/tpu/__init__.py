@@ -1,6 +1,6 @@
 """Ranks that drive a TPU, by torch_xla or torch_tpu."""
 
-from ...part import Part
+from ...part_api import Part
 
 PART = Part(
     engines={"xla": "tpu.torch_xla:XlaEngine", "torch_tpu": "tpu.torch_tpu:TorchTpuEngine"},

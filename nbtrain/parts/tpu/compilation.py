@@ -9,11 +9,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ...findings import Finding
-from ...tracking import clock
-from ...tracking import events as ev
-from ...tracking.event_log import EventWriter
-from ...worker.hooks import Observer, tell
+from ...part_api import EventWriter, Finding, Observer, clock
+from ...part_api import events as ev
+from ...worker.hooks import tell
 from ...worker.limits import REPORT_INTERVAL_S
 from ...worker.observers.data_loading import tensors
 from . import xla

@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ...system.instrumentation import when_imported
-from ...worker import device_scalars, hooks, limits
+from ...part_api import RankContext, RankSide, hooks, when_imported
+from ...worker import device_scalars, limits
 from ...worker.device_scalars import Then
-from ...worker.rank_context import RankContext, RankSide
 from . import xla
 from .compilation import CompilationMeter
 

@@ -14,13 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ...engines.base import Ranks
-from ...engines.spawn import SpawnEngine
-from ...errors import LaunchError, MissingExtra
 from ...lifecycle.limits import START_TIMEOUT_S
-from ...planning.plan import Plan
+from ...part_api import Job, LaunchError, MissingExtra, Plan, Ranks, SpawnEngine
 from ...system.tpu import has_torch_tpu
-from ...transport.job import Job
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 

@@ -22,15 +22,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...engines.fork import ForkEngine
-from ...errors import LaunchError, PlanError
-from ...planning.plan import Call, Cell, Plan, Task
+from ...part_api import (
+    Call,
+    Cell,
+    ForkEngine,
+    Job,
+    LaunchError,
+    Plan,
+    PlanError,
+    Task,
+    clock,
+    patch,
+    rank_context,
+)
+from ...part_api import events as ev
 from ...system import tpu
-from ...system.instrumentation import patch
-from ...tracking import clock
-from ...tracking import events as ev
-from ...transport.job import Job
-from ...worker import rank_context, task_runner
+from ...worker import task_runner
 from . import xla
 
 MIN_STAGGERED_MODEL_BYTES = 64 << 20

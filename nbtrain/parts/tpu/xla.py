@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import LaunchError, MissingExtra
+from ...part_api import LaunchError, MissingExtra
 from ...system.tpu import XLA_INSTALL, xla_library
 
 PLACE = (

@@ -7,7 +7,7 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from ....system.instrumentation import patch
+from ....part_api import patch
 from ....tracking.limits import TIMELINE_BIN_S
 from ....worker.hooks import tell
 

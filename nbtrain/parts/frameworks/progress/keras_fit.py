@@ -9,11 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ....system.instrumentation import patch
-from ....tracking import clock
-from ....tracking import events as ev
-from ....tracking.event_log import EventWriter
-from ....worker import api, hooks, rank_context
+from ....part_api import EventWriter, clock, hooks, patch, rank_context
+from ....part_api import events as ev
+from ....worker import api
 from ....worker.hooks.guard import guard_step
 from ....worker.hooks.observer import Observer, listeners
 from ....worker.limits import REPORT_INTERVAL_S

@@ -12,11 +12,8 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from ....system.instrumentation import patch
-from ....tracking import clock
-from ....tracking import events as ev
-from ....tracking.event_log import EventWriter
-from ....worker import hooks, rank_context
+from ....part_api import EventWriter, clock, hooks, patch, rank_context
+from ....part_api import events as ev
 from ....worker.hooks.guard import guard_step
 from ....worker.hooks.observer import Observer
 from ....worker.limits import REPORT_INTERVAL_S
