@@ -22,18 +22,19 @@ MAX_EVENTS_KEPT = 32
 before a failure, the last of each. A loop that never closes its bars makes ever more."""
 
 MAX_SINGLE_RANKS = 16
-"""Ranks that are treated one by one. Of more, the recorders (each sends up to 1 MiB) and the last
-metrics are read of as many only, and only those that differ from the others have a row or a line.
-It is also the most nodes, results and logs of single ranks that have one, the most different logs
-that are merged (the time for it grows with their number squared), and the most worker processes of
-a rank's DataLoader whose stacks are read."""
+"""The flight recorders (each sends up to 1 MiB) and the last metrics of this number of ranks are
+read. With more ranks, only those that differ from the others have a row or a line. It is also the
+most nodes, results and logs of single ranks that have a line, the most different logs that are
+merged (the time for it grows with their number squared), and the most worker processes of a rank's
+DataLoader whose stacks are read."""
 
 MAX_NOTE_CHARS = 1000
 MAX_NAME_CHARS = 80
 """Longer notes and names are cut. A longer text is data, and no parameter of a function."""
 
 TIMELINE_BIN_S = 0.2
-"""The first width of a timeline's bins. A rate needs an interval as long."""
+"""The first width of a timeline's bins. A rate needs an interval as long, and a shorter compilation
+is not reported."""
 
 MIN_SHOWN_SHARE = 0.05
 """Waiting for data that takes a smaller share of a timeline's bin counts as training, and a smaller

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...lifecycle.limits import START_TIMEOUT_S
 from ...part_api import POLL_INTERVAL_S, LaunchError, PlanError, format_bytes, plural
 from ...tracking.limits import RELEASE_TIMEOUT_S
 from ...transport.limits import CONNECT_TIMEOUT_S
 from . import dependencies, node_actor
-from .limits import FREE_CHECK_INTERVAL_S, NODE_RETURN_TIMEOUT_S
+from .limits import FREE_CHECK_INTERVAL_S, NODE_TIMEOUT_S
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -198,14 +197,14 @@ class Reservation:
         """Reserve the largest number of nodes that the cluster has room for; return it.
 
         The cluster has `request.patience` seconds to free resources. If a run begins `again`, it
-        has `NODE_RETURN_TIMEOUT_S` for all nodes, and its whole patience for the least number of
+        has `NODE_TIMEOUT_S` for all nodes, and its whole patience for the least number of
         them. Raises `LaunchError` without room for the least number.
         """
         self._reported = ""
         (least, most), begun = request.nodes, time.monotonic()
-        patience = max(request.patience, NODE_RETURN_TIMEOUT_S if again else 0.0)
+        patience = max(request.patience, NODE_TIMEOUT_S if again else 0.0)
         for count, seconds in (
-            (most, NODE_RETURN_TIMEOUT_S if again else patience),
+            (most, NODE_TIMEOUT_S if again else patience),
             (least, patience),
         ):
             if await self._try(request, count, begun + seconds):
@@ -230,7 +229,7 @@ class Reservation:
 
         able = self._able(request)
         if able >= count:
-            deadline = max(deadline, time.monotonic() + START_TIMEOUT_S)
+            deadline = max(deadline, time.monotonic() + NODE_TIMEOUT_S)
         elif time.monotonic() >= deadline:
             return False
         group = placement_group([request.bundle] * count, strategy="STRICT_SPREAD")
@@ -262,7 +261,7 @@ class Reservation:
     async def place(self, request: NodeRequest, *, again: bool = False) -> list[str]:
         """Reserve nodes unless there are some, and start an actor on each; return notes about them.
 
-        Raises `LaunchError` without room, for a node that was lost or does not answer within 120 s,
+        Raises `LaunchError` without room, for a node that was lost or does not answer within 20 s,
         and for nodes that cannot run the ranks. What was reserved stays until `release`.
         """
         from ray.util import placement_group_table
@@ -277,12 +276,12 @@ class Reservation:
             raise LaunchError(f"a node that was reserved was lost ({lost[0][:6]}): launch again")
         try:
             placing = (self._place_node(request, index, by_id[ids[index]]) for index in sorted(ids))
-            self.placed = await asyncio.wait_for(asyncio.gather(*placing), START_TIMEOUT_S)
+            self.placed = await asyncio.wait_for(asyncio.gather(*placing), NODE_TIMEOUT_S)
         except asyncio.TimeoutError:
             for id in self._lasting.keys() & {*ids.values()}:  # so that it is not called again
                 self.end_actor(id, self._lasting[id])
             raise LaunchError(
-                f"nodes did not answer within {START_TIMEOUT_S:g} s (ray status)"
+                f"nodes did not answer within {NODE_TIMEOUT_S:g} s (ray status)"
             ) from None
         return check_nodes(self.placed, request, here)
 
