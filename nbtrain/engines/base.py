@@ -106,7 +106,8 @@ class Engine(ABC):
     tpu_device = ""
     """torch's device name of a TPU, or "" for an engine that uses GPUs or the CPU."""
     on_cluster = False
-    """Whether `address`, `spread`, `resources` and `wait_for_nodes` have an effect."""
+    """Whether ranks run on other hosts, without the user's terminal, and `address`, `spread`,
+    `resources` and `wait_for_nodes` have an effect."""
     can_downcast = False
     """Whether `downcast_bf16` has an effect."""
 

@@ -333,7 +333,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
         findings += _check(plan, device, engine)
         engine.prepare(plan.hide_notify_addresses())
         findings += engine.notes
-        has_prompt = not plan.is_background and engine.name != "ray" and prompts.find() is not None
+        has_prompt = not (plan.is_background or engine.on_cluster) and prompts.find() is not None
         if plan.debug and not has_prompt:
             findings.append(_NO_DEBUGGER)
         for finding in findings:

@@ -178,7 +178,7 @@ def _close_sockets(kept: int = -1) -> None:
 def _is_socket_or_event_queue(descriptor: int) -> bool:
     """Whether a descriptor is an event queue or a socket, except an unnamed Unix socket.
 
-    The user's sockets count, too: they cannot be told from the kernel's. False without /proc.
+    The user's sockets count, too: they look the same as the kernel's. False without /proc.
     """
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")

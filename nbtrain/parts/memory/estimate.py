@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engines.process.forked_call import call_in_fork
 from ...part_api import PlanError, Typed, format_bytes
 from ...planning.option_parser import OptionParser
 from ...system import gpus, host
 from . import batches
+from .forked_call import call_in_fork
 from .report import MemoryAnatomy, Room
 from .step import Step, own_model
 

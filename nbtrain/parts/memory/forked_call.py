@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...errors import PlanError
-from . import kernel_detach
-from .forking import fork_process, ready_to_fork
+from ...engines.process import kernel_detach
+from ...engines.process.forking import fork_process, ready_to_fork
+from ...part_api import PlanError
 
 T = TypeVar("T")
 
