@@ -8,7 +8,8 @@ others may change with any version. Each is imported at its first use, because a
   to show; `PlanError`, `LaunchError` and `MissingExtra` to raise.
 - In the notebook: a `LaunchSide` acts before and after a launch, a `Companion` while it runs.
 - In a rank: a `RankSide` acts before and after the task, with the rank's `RankContext`. An
-  `Observer` that is given to ``hooks.add`` gets the events of the training.
+  `Observer` that is given to ``hooks.add`` gets the events of the training, and reports figures by
+  `log_values`.
 - A way to start ranks: a subclass of `Engine` (of `ForkEngine` or `SpawnEngine`) with its `Ranks`.
 - A run's folder and what is in it: `RunFolder`, `EventWriter`, `new_events`, `events`, `RunState`.
 """
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .transport.job import Job
     from .ui.tables import RIGHT, html_table, text_table
     from .worker import hooks, rank_context
+    from .worker.api import is_metric, log_values
     from .worker.hooks import Observer
     from .worker.rank_context import RankContext, RankSide
 
@@ -82,6 +84,7 @@ _NAMES = {
     "transport.job": "Job",
     "ui.tables": "RIGHT html_table text_table",
     "worker": "hooks rank_context",
+    "worker.api": "is_metric log_values",
     "worker.hooks": "Observer",
     "worker.rank_context": "RankContext RankSide",
 }
@@ -136,6 +139,8 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "hooks",
     "html_table",
     "is_loopback",
+    "is_metric",
+    "log_values",
     "mask_source",
     "name_with_lookalikes",
     "new_events",
