@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -75,14 +76,27 @@ def run_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     return home
 
 
+def _descendants(pid: int) -> set[int]:
+    """Return the processes below one, as Linux lists them.
+
+    psutil reads the entries of all processes of the host, which was a tenth of the suite's CPU:
+    twice for each test, and kernels that have ended are among them.
+    """
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return found.union(*map(_descendants, found))
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a child of the test process behind, but what spawned ranks are forked from."""
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    before = _descendants(os.getpid())
     yield
     if fork_server._current is not None:
         before.add(fork_server._current.pid)
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    left = [psutil.Process(pid) for pid in _descendants(os.getpid()) - before]
     if "notebook" not in request.fixturenames:
         assert not left, left
 
