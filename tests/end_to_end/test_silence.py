@@ -45,16 +45,6 @@ class Case:
 
 
 WRONG = {
-    "ranks that never join each other": Case(
-        "    class MyTrainer:\n"
-        "        def fit(self): fit(*parts(), torch.Tensor.backward)\n"
-        "    MyTrainer().fit()",
-        (
-            "the 2 ranks never join each other: each trains alone (In[",
-            "`model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`",
-            "⚠ train(): finished, but each rank trained alone",
-        ),
-    ),
     "the same batches on every rank": Case(
         "    accelerator = Accelerator()\n"
         "    model, optimizer, loader = parts()\n"
@@ -86,30 +76,8 @@ WRONG = {
         "nbtrain.notebook_launcher(parts, args=(nn.Linear(1, 1)), num_processes=2)",
         ("args must be a tuple", "write args=(x,), with the comma"),
     ),
-    "a file that all ranks write": Case(
-        "%%distributed -n 2\ndef save():\n    torch.save({}, 'last.pt')\ndef train(): save()",
-        ("every rank would write this file at the same time", "`if nbtrain.rank() == 0:`"),
-    ),
 }
 RIGHT = {
-    "a PartialState joins the world of the run": (
-        "    from accelerate import PartialState\n"
-        "    with PartialState().split_between_processes(list('abcd')) as prompts:\n"
-        "        return prompts, PartialState().num_processes",
-        [(["a", "b"], 2), (["c", "d"], 2)],
-    ),
-    "an address and a port of the function's own, as in PyTorch's tutorial": (
-        "    import torch.distributed as dist\n"
-        "    os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='12355')\n"
-        "    dist.init_process_group('gloo')\n"
-        "    model, optimizer, _ = parts()\n"
-        "    model = nn.parallel.DistributedDataParallel(model)\n"
-        "    sampler = torch.utils.data.DistributedSampler(DATA)\n"
-        "    fit(model, optimizer, DataLoader(DATA, 8, sampler=sampler), torch.Tensor.backward)\n"
-        "    dist.destroy_process_group()\n"
-        "    return len(sampler)",
-        [48, 48],
-    ),
     "a configuration of the function's own": (
         "nbtrain.launch(lambda config: config['lr'], config={'lr': 0.1}, num_processes=2)",
         [0.1, 0.1],
@@ -195,8 +163,6 @@ def test_an_optimizer_and_a_scheduler_come_back_with_the_model_that_they_moved(
 
 
 FORMS = """
-import functools
-from types import SimpleNamespace
 def once(given):
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*parts(given))
@@ -204,9 +170,7 @@ def once(given):
 class Experiment:
     def __init__(self, model): self.model = model
     def fit(self): once(self.model)
-def of_list(models): once(models[0])
 def of_dict(models): once(models['net'])
-def of_config(config): once(config.model)
 def make(inner):
     def closure(): once(inner)
     return closure
@@ -225,14 +189,7 @@ nbtrain.Run.open(run.folder).load(fresh)
 """
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        *("once, net", "functools.partial(once, net)", "exp.fit", "of_list, [net]"),
-        *("of_dict, {'net': net}", "of_config, SimpleNamespace(model=net)", "make(net)"),
-        *("of_global", "lambda: once(net)"),
-    ],
-)
+@pytest.mark.parametrize("task", ["exp.fit", "of_dict, {'net': net}", "make(net)", "of_global"])
 def test_a_model_can_be_loaded_again_in_whatever_form_it_was_given(
     notebook: Notebook, task: str
 ) -> None:
@@ -254,26 +211,6 @@ def test_a_warning_about_a_call_names_the_users_line(notebook: Notebook) -> None
     log = notebook.value("nbtrain.last_run().logs(0)")
     assert "py:5: FutureWarning: The `check_reduction` argument" in log
     assert "nbtrain" not in log
-
-
-@pytest.mark.slow
-def test_a_trainer_of_lightning_that_joins_nobody_is_reported(notebook: Notebook) -> None:
-    pytest.importorskip("lightning", reason="needs lightning")
-    notebook.run(
-        f"{SETUP}\nimport lightning as L\n"
-        "class Lit(L.LightningModule):\n"
-        "    def __init__(self): super().__init__(); self.net = nn.Linear(1, 1)\n"
-        "    def training_step(self, batch, _): return self.net(batch[0]).mean()\n"
-        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)\n"
-        "still = dict(logger=False, enable_checkpointing=False, max_epochs=1, accelerator='cpu')"
-    )
-    fit = "nbtrain.launch(lambda: L.Trainer({}, **still).fit(Lit(), DataLoader(DATA, 8)))"
-    out = notebook.run(fit.format("devices=1"), timeout=120)
-    assert 'Write `Trainer(devices=2, strategy="ddp")` to train one model on all' in out.board
-    assert "finished, but each rank trained alone" in out.board
-    out = notebook.run(fit.format("devices=2, strategy=['ddp_notebook'][0]"), timeout=120)
-    assert "Lightning would start ranks within rank" in out.evalue
-    assert 'Write `strategy="ddp", devices=2`: the ranks already exist.' in out.evalue
 
 
 @pytest.mark.slow

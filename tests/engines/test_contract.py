@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
 from nbtrain import engines
-from nbtrain.engines import rendezvous
 from nbtrain.errors import PreflightError, RankDied, ResultNotPicklable
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
@@ -399,17 +398,6 @@ def test_a_busy_port_is_refused_before_any_process_starts() -> None:
     assert run.results == [str(port)] * 2
 
 
-def test_a_default_process_group_in_the_notebook_is_refused(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(PreflightError, match="destroy_process_group"):
-            launch("fork", lambda: 1)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_a_launch_from_a_thread_works() -> None:
     results: list[object] = []
     thread = threading.Thread(
@@ -573,11 +561,3 @@ def test_random_numbers_are_those_the_notebook_would_have_drawn(engine: str) -> 
     run = launch(engine, draw, n=2)
     here = draw()
     assert run.results == [here, here]
-
-
-def test_the_store_listens_on_loopback_only() -> None:
-    listener = rendezvous.bind(None)
-    address = listener.getsockname()[0]
-    store = rendezvous.serve(listener)
-    store.set("key", "value")
-    assert (address, store.get("key")) == ("127.0.0.1", b"value")

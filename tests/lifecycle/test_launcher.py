@@ -170,14 +170,6 @@ def test_a_run_is_reopened_with_its_results_and_its_failure() -> None:
         Run.open(run.folder / "nothing")
 
 
-def test_text_is_printed_outside_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
-    nbtrain.launch(lambda: print("hello", nbtrain.rank()), num_processes=2)
-    printed = capsys.readouterr().out
-    assert "[rank 0] hello 0" in printed
-    assert "[rank 1] hello 1" in printed
-    assert "succeeded" in printed
-
-
 def test_a_view_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from nbtrain.ui import text_summary
 

@@ -69,20 +69,6 @@ def test_the_exceptions_of_a_group_keep_their_lines_and_causes() -> None:
     assert "of the second" in told
 
 
-def test_the_traceback_names_the_users_lines() -> None:
-    def inner() -> None:
-        raise ValueError("x")
-
-    def outer() -> None:
-        inner()
-
-    back = round_trip(raised(outer))
-    entries = traceback.extract_tb(back.__traceback__)
-    assert [e.name for e in entries] == ["raised", "outer", "inner"]
-    assert entries[-1].line == 'raise ValueError("x")'
-    assert entries[-2].line == "inner()"
-
-
 def test_a_class_missing_here_is_told_by_a_stand_in() -> None:
     captured = exceptions.capture(ValueError("x"))
     broken = exceptions.CapturedException("Gone", "text", b"cnowhere\nGone\n.", captured.frames)

@@ -23,9 +23,12 @@ import torch.distributed as dist
 model = torch.nn.Linear(4, 1)"""
 
 JOIN = """%%distributed
-import torch.distributed as dist
-dist.init_process_group("gloo")
+import torch, torch.distributed as dist, nbtrain
+if not dist.is_initialized(): dist.init_process_group("gloo")
 rank = nbtrain.rank()"""
+
+FORGET = "for name in {*globals()} - first_names: del globals()[name]"
+"""Has the notebook, or the ranks, begin anew."""
 
 SUM = """%%distributed
 t = torch.ones(1)
@@ -38,7 +41,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     folder = tmp_path_factory.mktemp("kernel")
     notebook = Notebook(folder / "home", folder, warm=True)
     try:
-        notebook.run(SETUP + "\nfirst_names = {*globals(), 'first_names'}")
+        notebook.run(SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}")
         yield notebook
     finally:
         notebook.close()
@@ -46,13 +49,14 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 
 @pytest.fixture
 def live(kernel: Notebook) -> Notebook:
-    """Two new live ranks of the module's kernel, in one process group."""
-    kernel.run("%nbtrain stop")
-    kernel.run(
-        "for name in {*globals()} - first_names: del globals()[name]\nmodel = torch.nn.Linear(4, 1)"
-    )
-    started = kernel.run("%nbtrain start -n 2")
-    assert "2 ranks live" in started.stdout, started
+    """Two live ranks of the module's kernel, in one process group and without variables."""
+    are_two = kernel.value("'ranks' in globals() and not ranks.has_ended and len(ranks) == 2")
+    if not are_two or kernel.run(f"%%distributed\n{FORGET}").ename:
+        kernel.run("%nbtrain stop")
+        started = kernel.run("%nbtrain start -n 2")
+        assert "2 ranks live" in started.stdout, started
+        kernel.run("%%distributed\nfirst_names = {*globals(), 'first_names'}")
+    kernel.run(f"{FORGET}\nmodel = torch.nn.Linear(4, 1)")
     assert not kernel.run(JOIN).ename
     return kernel
 
@@ -299,6 +303,7 @@ def test_ranks_that_abort_their_group_as_with_nccl_form_a_new_one(live: Notebook
     )
     assert out.ename == "KeyboardInterrupt", out
     assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
+    live.run("%nbtrain stop")  # these ranks would abort it in the next test, too
 
 
 def test_a_collective_of_a_cell_on_some_ranks_names_the_others(live: Notebook) -> None:

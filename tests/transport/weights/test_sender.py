@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import sys
 import threading
@@ -237,16 +236,6 @@ def test_a_tensor_parallel_model_comes_home_whole() -> None:
     done = run(_tensor_parallel, model)
     assert all(map(torch.equal, model.parameters(), done.value))
     assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-
-
-def test_an_attempt_that_failed_leaves_nothing_to_load() -> None:
-    def train(model: Any) -> None:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            fill(model, 99)
-            raise OSError
-
-    done = run(train, Net(), max_restarts=1)
-    assert not RunFiles(done).weights()
 
 
 class RunFiles:
@@ -572,29 +561,6 @@ def test_inline_the_model_is_the_very_object() -> None:
     assert not RunFiles(done).weights()
     with pytest.raises(PlanError, match="inline"):
         nbtrain.launch(int, engine="inline", sync=False, view="none")
-
-
-def test_the_notebooks_process_is_as_it_was() -> None:
-    def look() -> Any:
-        return (
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            sorted(os.listdir("/proc/self/fd")),
-            threading.active_count(),
-        )
-
-    model = Net()
-    run(fill, model, 1)  # safetensors is imported
-    before = look()
-    run(fill, model, 2)
-    assert look() == before
-    assert (model.embed.weight == 2).all()
-
-
-def test_the_last_runs_keep_their_weights() -> None:
-    done = [run(fill, Net(), value) for value in range(1, 6)]
-    kept = [bool(RunFiles(one).weights()) for one in done]
-    assert kept == [False, False, True, True, True]
 
 
 def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() -> None:
