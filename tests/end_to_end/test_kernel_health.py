@@ -35,9 +35,7 @@ def test_runs_of_every_kind_leave_the_kernel_as_it_was(
 ) -> None:
     kernel = start_kernel()
     kernel.run("%load_ext nbtrain\nimport nbtrain, os, signal, time, torch, tqdm.auto")
-    kernel.run(
-        "import torch.distributed, accelerate, transformers, nbtrain.lifecycle.launcher\n" + HEALTH
-    )
+    kernel.run("import torch.distributed, accelerate, nbtrain.lifecycle.launcher\n" + HEALTH)
     kernel.run("torch.manual_seed(1); torch.randn(2000, 2000) @ torch.randn(2000, 2000)")
     kernel.run("before = health(); native = len(os.listdir('/proc/self/task'))")
     for kind, cell, ename in CASES:

@@ -41,7 +41,6 @@ class Case:
     cell: str
     reads: tuple[str, ...]
     options: str = ""
-    setup: str = ""
 
 
 WRONG = {
@@ -120,7 +119,7 @@ def of(cell: str, options: str = "") -> str:
 @pytest.mark.parametrize("name", WRONG)
 def test_what_goes_wrong_is_said_with_what_to_do(notebook: Notebook, name: str) -> None:
     case = WRONG[name]
-    notebook.run(f"{SETUP}\n{case.setup}")
+    notebook.run(SETUP)
     out = notebook.run(of(case.cell, case.options))
     page = "\n".join([out.board if out.displays else "", out.traceback])
     for text in case.reads:
