@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-import transformers
 from torch import nn
 
 import nbtrain
@@ -56,19 +55,17 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 512), *wide, nn.Linear(512, 10))
 
 
-def bert() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            hidden_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=1024,
-            vocab_size=8000,
-        )
-    )
+def bert(**sizes: int) -> nn.Module:
+    import transformers
+
+    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {**small, "intermediate_size": 1024, "vocab_size": 8000, **sizes}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**config))
 
 
 def gpt2() -> nn.Module:
+    import transformers
+
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_embd=256, n_layer=4, n_head=4, vocab_size=8000, bos_token_id=0, eos_token_id=0
@@ -77,6 +74,8 @@ def gpt2() -> nn.Module:
 
 
 def vit() -> nn.Module:
+    import transformers
+
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
             hidden_size=192,
@@ -230,5 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
     main()
