@@ -291,35 +291,6 @@ def train(model):
     assert len(set(lines)) == 1, lines
 
 
-def test_lightning(book: Notebook, show: Shown) -> None:
-    pytest.importorskip("lightning")
-    show("from torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset")
-    out = show("""%%distributed
-import lightning
-class Sine(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 1))
-    def training_step(self, batch, _index):
-        x, y = batch
-        loss = nn.functional.mse_loss(self.net(x), y)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.02)
-def train(epochs=2):
-    x = 6 * torch.rand(1024, 1) - 3
-    trainer = lightning.Trainer(max_epochs=epochs, devices=1, logger=False,
-        enable_checkpointing=False, enable_model_summary=False, log_every_n_steps=1)
-    module = Sine()
-    trainer.fit(module, DataLoader(TensorDataset(x, torch.sin(x)), batch_size=32))
-    return str(trainer.strategy.root_device), module
-""")
-    assert not out.ename, out.traceback
-    assert book.value("nbtrain.last_run().value[0]") == "cuda:0"
-    assert is_clean(book)
-
-
 def test_what_the_host_is_told_to_be(book: Notebook, show: Shown) -> None:
     show("%nbtrain doctor")
     out = show("%%distributed -n 2\nprint(1)")
@@ -329,16 +300,6 @@ def test_what_the_host_is_told_to_be(book: Notebook, show: Shown) -> None:
         "model = BertForSequenceClassification(BertConfig())"
     )
     show("%nbtrain memory model --batch 8x512")
-    assert is_clean(book)
-
-
-def test_notebook_launcher(book: Notebook, show: Shown) -> None:
-    show(DATA + LOOP)
-    out = show(
-        "from nbtrain import notebook_launcher\n"
-        "notebook_launcher(train, (model,), num_processes=1, mixed_precision='bf16')"
-    )
-    assert not out.ename, out.traceback
     assert is_clean(book)
 
 
@@ -358,26 +319,6 @@ def test_ranks_see_the_gpus_that_env_names(book: Notebook, show: Shown) -> None:
     assert not out.ename, out.traceback
     assert book.value("device") == "cpu"
     assert is_clean(book)
-
-
-def test_values_that_are_still_on_the_gpu_are_logged(book: Notebook, show: Shown) -> None:
-    out = show("""%%distributed
-def train():
-    net = torch.nn.Linear(64, 1).cuda()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for step in range(30):
-        loss = net(torch.ones(8, 64, device="cuda")).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        nbtrain.log({"loss": loss.detach(), "twice": 2 * loss.detach(), "step": step})
-    return loss.item()
-""")
-    assert not out.ename, out.traceback
-    logged = book.value("{k: c.last for k, c in nbtrain.last_run().state.curves.all.items()}")
-    loss = book.value("nbtrain.last_run().value")
-    assert logged["loss"] == pytest.approx(loss)
-    assert logged["twice"] == pytest.approx(2 * loss)
 
 
 def test_a_step_that_is_recorded_as_a_graph_logs(book: Notebook, show: Shown) -> None:
@@ -563,48 +504,6 @@ def train():
     assert "rank 0 waits in all_reduce #4 for it" in out.evalue
 
 
-def test_ranks_with_unequal_batches_in_ddp_on_nccl(book: Notebook, show: Shown) -> None:
-    show(PAIR + "model = torch.nn.Linear(4, 1)")
-    out = show("""%%distributed -n 2 --timeout 100
-# like gloo
-def train(model):
-    share()
-    import torch.distributed as dist
-    dist.init_process_group("nccl")
-    replica = torch.nn.parallel.DistributedDataParallel(model.cuda())
-    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
-    for step in range(5 if dist.get_rank() == 0 else 3):
-        loss = replica(torch.ones(8, 4, device="cuda")).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    dist.barrier()
-    torch.cuda.synchronize()
-""")
-    assert out.ename == "RunTimeout", out.traceback
-    assert "a deadlock" in out.evalue
-
-
-def test_a_trainer_on_two_ranks(book: Notebook, show: Shown) -> None:
-    show(PAIR + TEXTS)
-    out = show("""%%distributed -n 2
-# like gloo
-def train(model):
-    share()
-    arguments = TrainingArguments(
-        "checkpoints", num_train_epochs=1, per_device_train_batch_size=32, report_to="none",
-        bf16=True, logging_steps=10, save_strategy="epoch",
-    )
-    trainer = Trainer(model, arguments, train_dataset=Texts(), eval_dataset=Texts())
-    trainer.train()
-    return trainer.evaluate()["eval_loss"], trainer.state.global_step, arguments.world_size
-""")
-    assert not out.ename, out.traceback
-    results = book.value("nbtrain.last_run().results")
-    assert results[0] == results[1]
-    assert results[0][1:] == (32, 2)
-
-
 def test_live_ranks_leave_a_collective_of_nccl(book: Notebook, show: Shown) -> None:
     show(f"""{PAIR}
 from nbtrain.checks import preflight
@@ -659,10 +558,3 @@ def train():
     )
     assert out.ename == "KeyboardInterrupt", out.traceback
     assert out.seconds < 60
-
-
-def test_a_spawned_pair(book: Notebook, show: Shown) -> None:
-    show(DATA + PAIR)
-    loop = LOOP.replace("    accelerator = Acc", "    share()\n    accelerator = Acc")
-    out = show(f"%%distributed -n 2 -e spawn\n# like gloo{loop}")
-    assert not out.ename, out.traceback
