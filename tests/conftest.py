@@ -59,6 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if missing := names.difference(part.TABLE):
             reason = f"needs the part {min(missing)} of nbtrain"
             item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("xla") and importlib.util.find_spec("torch_xla") is None:
+            reason = "needs torch_xla: pip install -r tests/requirements/xla.txt"
+            item.add_marker(pytest.mark.skip(reason=reason))
     order = {room: place for place, room in enumerate(_LONGEST)}
     folder = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(folder).parts[0], len(order)))

@@ -139,66 +139,6 @@ def test_what_is_right_is_counted_rightly_and_shows_no_note(notebook: Notebook, 
         assert notebook.value(FIGURES) == [(30, 240)] * 2
 
 
-def test_an_optimizer_and_a_scheduler_come_back_with_the_model_that_they_moved(
-    notebook: Notebook,
-) -> None:
-    notebook.run(
-        f"{SETUP}\nmodel, optimizer, loader = parts()\n"
-        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)"
-    )
-    out = notebook.run(
-        "%%distributed -n 2\n"
-        "def train(model, optimizer, loader, scheduler):\n"
-        "    accelerator = Accelerator()\n"
-        "    fit(*accelerator.prepare(model, optimizer, loader), accelerator.backward)\n"
-        "    scheduler.step()"
-    )
-    assert "model: 2 parameters updated from rank 0" in out.board
-    for name in ("optimizer", "scheduler"):
-        assert f"{name}: state updated from rank 0" in out.board
-    assert "⚠" not in out.board
-    assert notebook.value("[float(s['step']) for s in optimizer.state.values()]") == [6.0, 6.0]
-    assert notebook.value("scheduler.last_epoch") == 1
-
-
-FORMS = """
-def once(given):
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(*parts(given))
-    fit(model, optimizer, loader, accelerator.backward)
-class Experiment:
-    def __init__(self, model): self.model = model
-    def fit(self): once(self.model)
-def of_dict(models): once(models['net'])
-def make(inner):
-    def closure(): once(inner)
-    return closure
-def of_global(): once(net)
-net = nn.Linear(1, 1)
-exp = Experiment(net)
-"""
-LOADS = """
-nn.init.zeros_(net.weight)
-run = nbtrain.launch({}, num_processes=2)
-trained = net.weight.item()
-nn.init.zeros_(net.weight)
-run.load(net)
-fresh = nn.Linear(1, 1)
-nbtrain.Run.open(run.folder).load(fresh)
-"""
-
-
-@pytest.mark.parametrize("task", ["exp.fit", "of_dict, {'net': net}", "make(net)", "of_global"])
-def test_a_model_can_be_loaded_again_in_whatever_form_it_was_given(
-    notebook: Notebook, task: str
-) -> None:
-    notebook.run(f"{SETUP}\n{FORMS}")
-    must_run(notebook, LOADS.format(task))
-    trained = notebook.value("trained")
-    assert trained != 0
-    assert notebook.value("(net.weight.item(), fresh.weight.item())") == (trained, trained)
-
-
 def test_a_warning_about_a_call_names_the_users_line(notebook: Notebook) -> None:
     notebook.run(
         "%%distributed -n 2\n"

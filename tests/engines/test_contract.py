@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import socket
@@ -30,11 +29,7 @@ from tests.support import shared_memory
 from tests.support.cells import the_last_run
 
 NAMES = ["fork", "spawn", "xla", "inline"]
-HAS_XLA = importlib.util.find_spec("torch_xla") is not None
-WITHOUT = pytest.mark.skipif(
-    not HAS_XLA, reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
-ENGINES = [pytest.param(n, marks=[pytest.mark.xla, WITHOUT] if n == "xla" else []) for n in NAMES]
+ENGINES = [pytest.param(n, marks=[pytest.mark.xla] if n == "xla" else []) for n in NAMES]
 
 QUICK = [
     pytest.param(n, marks=pytest.mark.slow) if n == "spawn" else param

@@ -15,25 +15,11 @@ import nbtrain
 from nbtrain.errors import NbtrainError
 from nbtrain.parts.live.live_ranks import _hello
 from nbtrain.transport.channel import Listener, connect
+from tests.parts.live.contract import JOIN, SETUP, SUM
 from tests.support.kernel import Notebook
-
-SETUP = """%load_ext nbtrain
-import os, time, torch, nbtrain
-import torch.distributed as dist
-model = torch.nn.Linear(4, 1)"""
-
-JOIN = """%%distributed
-import torch, torch.distributed as dist, nbtrain
-if not dist.is_initialized(): dist.init_process_group("gloo")
-rank = nbtrain.rank()"""
 
 FORGET = "for name in {*globals()} - first_names: del globals()[name]"
 """Has the notebook, or the ranks, begin anew."""
-
-SUM = """%%distributed
-t = torch.ones(1)
-dist.all_reduce(t)
-t"""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +27,9 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     folder = tmp_path_factory.mktemp("kernel")
     notebook = Notebook(folder / "home", folder, warm=True)
     try:
-        notebook.run(SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}")
+        notebook.run(
+            "%load_ext nbtrain" + SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}"
+        )
         yield notebook
     finally:
         notebook.close()

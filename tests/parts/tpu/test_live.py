@@ -11,9 +11,6 @@ from tests.support.kernel import Notebook
 
 from .conftest import with_tpu
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
 
 TRAIN = """%%distributed

@@ -14,9 +14,6 @@ from nbtrain.lifecycle.run import Run
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 MODEL = 400  # MiB

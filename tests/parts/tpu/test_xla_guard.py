@@ -12,9 +12,6 @@ import pytest
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 DIRTY = (

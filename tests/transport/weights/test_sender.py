@@ -585,27 +585,6 @@ def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() 
     assert (small.weight == 1).all()
 
 
-def test_cells(notebook: Notebook) -> None:
-    notebook.run("model = torch.nn.Linear(4, 4); other = model; losses = None")
-    train = """%%distributed -n 2 --out losses,rank@all
-import os
-losses, rank = [], int(os.environ["RANK"])
-def train(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-    for _ in range(3):
-        loss = model(torch.ones(2, 4)).sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model.weight.detach()
-"""
-    out = notebook.run(train)
-    assert not out.ename, out.traceback
-    assert "model: 20 parameters updated from rank 0" in out.board
-    assert notebook.value("len(losses), rank") == (3, [0, 1])
-    assert notebook.value("model is other and model.weight.equal(nbtrain.last_run().value)")
-
-
 @pytest.mark.parametrize(
     ("cell", "comes"),
     [

@@ -83,9 +83,6 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
 
 
-LOSS, ACCURACY = 'aria-label="loss:', 'aria-label="accuracy:'
-
-
 def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebook) -> None:
     panels: list[str] = []
     stopped: list[str] = []
