@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,9 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
 def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """One kernel for a module's tests, with nbtrain loaded and torch imported."""
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder, warm=True)
-    try:
+    with closing(Notebook(folder / "home", folder, warm=True)) as kernel:
         kernel.run("%load_ext nbtrain\nimport os, time, signal, torch._dynamo, nbtrain")
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.fixture

@@ -18,13 +18,6 @@ from tests.support.paths import ROOT
 from tests.support.runs import launch
 
 
-def test_doctor_prints_its_page_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"nbtrain {nbtrain.__version__} · ")
-    assert "A launch now" in printed
-
-
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"nbtrain {nbtrain.__version__}\n"

@@ -28,6 +28,7 @@ from nbtrain.tracking.run_folder import RunFolder
 from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
+from tests.tools import faults
 
 slow = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -81,20 +82,14 @@ def test_a_launch_without_descriptors_is_one_clear_error_and_leaves_nothing(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A disk of 1 MB, which holds the folders of the test's runs."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs the right to mount")
-    monkeypatch.setenv("NBTRAIN_HOME", str(disk))
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+        with faults.small_disk("1m") as disk:
+            monkeypatch.setenv("NBTRAIN_HOME", str(disk))
+            yield disk
+    except faults.Unavailable as why:
+        pytest.skip(str(why))
 
 
 def fill(disk: Path) -> None:

@@ -139,31 +139,6 @@ def test_instances_of_the_notebooks_classes_come_back_as_such(notebook: Notebook
     assert notebook.value("(type(a) is Point, b.x, Point.made, q.name())") == (True, 2, 0, "here")
 
 
-PRESS = """
-import signal, threading
-def press_when(is_there):
-    before = nbtrain.last_run()
-    def wait():
-        while (run := nbtrain.last_run()) is before or not is_there(run):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=wait).start()
-"""
-
-
-def test_an_interrupt_ends_a_rank_that_waits_for_another(notebook: Notebook) -> None:
-    notebook.run(f"{PRESS}\npress_when(lambda run: run.state.ranks[0].phase == 'joining')")
-    out = notebook.run(
-        "%%distributed -n 2\nimport torch.distributed as dist\n"
-        "if nbtrain.rank(): time.sleep(60)\ndist.init_process_group('gloo')"
-    )
-    assert "still starting" in notebook.value(
-        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
-    )
-    assert out.ename == "KeyboardInterrupt"
-    assert "interrupted" in out.board
-
-
 NAMED = {
     "def train(gate=Lock()): pass": "train(gate=…)",
     "gate = Lock()\ndef train():\n    def inner(): train, gate\n    return inner": "train → gate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 import pickle
 import sys
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from nbtrain import errors
-from nbtrain.hangs.failures import Failure, find_cause, to_exception
+from nbtrain.hangs.failures import Failure, to_exception
 from nbtrain.transport import exceptions, result_pickler
 
 
@@ -89,24 +88,6 @@ def test_every_error_survives_pickling() -> None:
         assert (type(back), str(back), back.__dict__) == (cls, "message", error.__dict__)
     died = errors.RankDied("m", rank=3, exitcode=2, log="l")
     assert pickle.loads(pickle.dumps(died)).__dict__ == died.__dict__
-
-
-def failure(rank: int, time: float, text: str, kind: type[Exception] = RuntimeError) -> Failure:
-    return Failure(rank, time, exceptions.capture(kind(text)))
-
-
-def test_the_cause_is_found_in_every_order() -> None:
-    cause = failure(2, 10.0, "my bug", ValueError)
-    echoes = [
-        failure(0, 9.9, "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
-        failure(1, 10.1, "Broken pipe"),
-    ]
-    later = failure(3, 11.0, "another bug", KeyError)
-    for order in itertools.permutations([cause, *echoes, later]):
-        assert find_cause(order) is cause
-    assert find_cause(echoes) is echoes[0]
-    died = Failure(4, 10.5, returncode=-9)
-    assert find_cause([*echoes, died]) is died
 
 
 def test_a_death_becomes_rank_died() -> None:

@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -25,14 +26,11 @@ FORGET = "for name in {*globals()} - first_names: del globals()[name]"
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     folder = tmp_path_factory.mktemp("kernel")
-    notebook = Notebook(folder / "home", folder, warm=True)
-    try:
+    with closing(Notebook(folder / "home", folder, warm=True)) as notebook:
         notebook.run(
             "%load_ext nbtrain" + SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}"
         )
         yield notebook
-    finally:
-        notebook.close()
 
 
 @pytest.fixture
@@ -461,28 +459,6 @@ def test_nothing_gathers_in_kernel_or_ranks(live: Notebook) -> None:
         assert "there is no variable" in live.run("ranks['only_here']").evalue
         assert live.run("%distributed 1 / 0").ename == "ZeroDivisionError"
     assert look() == before
-
-
-HELD = """from collections import Counter
-import gc
-def held():
-    gc.collect()
-    kinds = (type(o) for o in gc.get_objects())
-    ours = (k for k in kinds if str(k.__module__).startswith("nbtrain"))
-    return dict(Counter(f"{k.__module__}.{k.__qualname__}" for k in ours))"""
-
-
-def test_cells_that_fail_one_after_the_other_are_not_kept(live: Notebook) -> None:
-    live.run(HELD)
-
-    def fail(times: int) -> dict[str, int]:
-        for _ in range(times):
-            assert live.run("%distributed 1 / 0").ename == "ZeroDivisionError"
-        counts: dict[str, int] = live.value("held()")
-        return counts
-
-    early, later = fail(3), fail(6)
-    assert {kind: n for kind, n in later.items() if n - early.get(kind, 0) >= 4} == {}
 
 
 WAIT_FOR = """%%distributed {options}

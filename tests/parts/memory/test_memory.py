@@ -1,7 +1,4 @@
-"""`memory_needed` and ``%nbtrain memory``: what is told against what is really allocated.
-
-`tests/tools/memory_table.py` prints the same comparison for more models.
-"""
+"""`memory_needed` and ``%nbtrain memory``: what is told against what is really allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ from nbtrain.parts.memory import estimate
 from nbtrain.parts.memory.report import PASSES
 from nbtrain.system import gpus
 from tests.support.kernel import Notebook
-from tests.tools import memory_table as table
+
+from . import measured_rows as table
 
 MIB = 1 << 20
 

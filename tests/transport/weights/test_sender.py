@@ -19,6 +19,7 @@ import nbtrain
 from nbtrain.errors import NbtrainError, PlanError, ResultsLost
 from nbtrain.tracking import run_folder
 from nbtrain.ui import text_summary
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook, by_all
 from tests.support.waiting import wait_until
 
@@ -297,8 +298,7 @@ def test_after_a_failure_the_user_decides() -> None:
     model, other = Net(), Net()
     with pytest.raises(ZeroDivisionError):
         run(_fails, model)
-    done = nbtrain.last_run()
-    assert done is not None
+    done = the_last_run()
     assert not (model.embed.weight == 3).any()
     assert "rank 0 saved its weights" in text_summary.summary(done.state, 0)
     nbtrain.Run.open(done.folder).load(other)
@@ -575,8 +575,7 @@ def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() 
     before = model.weight.detach().clone()
     with pytest.raises(ResultsLost, match=r"`model` could not be saved .*File too large.*ulimit"):
         run(train, model, small)
-    done = nbtrain.last_run()
-    assert done is not None
+    done = the_last_run()
     assert done.results == [5, 5]
     assert done.state.status == "failed"
     assert done.failure is not None

@@ -1,21 +1,15 @@
-"""`nbtrain.memory_needed` against what ranks really allocate, on the CPU. From the repository root:
+"""What `nbtrain.memory_needed` tells, and what ranks really allocate, on the CPU.
 
-    python tests/tools/memory_table.py         # everything, some minutes on two cores
-
-Each row trains a small model for two steps under Accelerate in real ranks, adds up what PyTorch's
-CPU allocator gave out and took back (the profiler's memory events), and compares the peak with what
-was told before. Rows of FSDP use ``fully_shard``. Nothing here is held against a wall time.
+Each row trains a small model for two steps under Accelerate in real ranks, and adds up what
+PyTorch's CPU allocator gave out and took back (the profiler's memory events). Rows of FSDP use
+``fully_shard``.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import nn
@@ -86,33 +80,6 @@ def vit() -> nn.Module:
             patch_size=8,
         )
     )
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (mlp, (256,)),
-    "bert": (bert, (128,)),
-    "vit": (vit, ()),
-    "gpt2": (gpt2, (128,)),
-}
-
-
-def rows() -> Iterator[Row]:
-    """Yield the table: every model alone in both precisions, then two ranks, then optimizers."""
-    for name, (build, shape) in MODELS.items():
-        for precision in ("no", "bf16"):
-            for count in (1, 16):
-                yield Row(name, build, count, shape, precision)
-    for strategy in ("ddp", "fsdp"):
-        for name in ("bert", "gpt2"):
-            for precision in ("no", "bf16"):
-                yield Row(name, *_of(name, 8), precision, 2, strategy)
-    for optimizer in ("adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"):
-        yield Row("mlp", *_of("mlp", 4), optimizer=optimizer)
-
-
-def _of(name: str, count: int) -> tuple[Callable[[], nn.Module], int, tuple[int, ...]]:
-    build, shape = MODELS[name]
-    return build, count, shape
 
 
 def told(row: Row) -> int:
@@ -217,16 +184,3 @@ def _inputs(row: Row) -> dict[str, Any]:
         return {"pixel_values": torch.randn(rows, 3, 96, 96), "labels": labels}
     ids = torch.zeros(rows, *shape, dtype=torch.int64)
     return {"input_ids": ids, "labels": ids.clone() if row.name == "gpt2" else labels}
-
-
-def main() -> None:
-    print("| model | precision | batch | optimizer | ranks | told | measured | told / measured |")
-    print("|" + "---|" * 8)
-    for row in rows():
-        expected, found = told(row), measured(row)
-        sizes = f"{expected / 2**20:.1f} MiB | {found / 2**20:.1f} MiB"
-        print(f"| {row.words} | {sizes} | {expected / found:.3f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
