@@ -31,13 +31,6 @@ def steps(model, *shape, x=None, loss=lambda out: out.square().sum()):
         optimizer.step()
         optimizer.zero_grad()
 
-def observed(*more):
-    net = torch.nn.Sequential(torch.nn.Linear(3, 3), *more).train()
-    net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-    if more:
-        torch.ao.quantization.fuse_modules_qat(net, [["0", "1"]], inplace=True)
-    return torch.ao.quantization.prepare_qat(net)
-
 class Masked(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -215,14 +208,7 @@ class Holder:
         fit(self.net)
 def fit(model):
     steps(model, 2, 3)
-def closed_over():
-    inner = torch.nn.Linear(3, 3)
-    return lambda: fit(inner)
-def within():
-    local = torch.nn.Linear(3, 3)
-    nbtrain.launch(fit, local)
-    return local
-holder, kept, parent = Holder(), closed_over(), torch.nn.Sequential(torch.nn.Linear(3, 3))
+holder = Holder()
 """
 
 

@@ -22,7 +22,6 @@ from nbtrain.errors import NbtrainError
 from nbtrain.lifecycle.run import Run
 from nbtrain.system.files import ReservedFile, last_bytes, write_atomically
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import run_folder as folders
 from nbtrain.tracking.event_log import EventWriter, read_events
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.cells import must_run
@@ -186,12 +185,6 @@ def test_a_file_that_does_not_fit_leaves_no_part_of_it(small_disk: Path) -> None
     assert len(os.listdir("/proc/self/fd")) == before  # taken: a live rank makes another one
     assert (small_disk / "small").read_bytes() == b"12345"
     assert sorted(p.name for p in small_disk.iterdir()) == ["filling", "small"]
-
-
-def newest(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run | None:
-    monkeypatch.setenv("NBTRAIN_HOME", str(home))
-    found = folders.runs()
-    return Run.open(found[-1].path) if found else None
 
 
 RANKS = {

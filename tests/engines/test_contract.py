@@ -450,15 +450,6 @@ def test_streams_held_from_before_lead_to_the_log() -> None:
     assert launch("fork", train).logs(0) == "through the old stream\nthrough the new one"
 
 
-def test_the_end_of_a_log_is_read_without_its_beginning() -> None:
-    def train() -> None:
-        os.write(1, b"x" * (30 << 20) + b"\n")
-        print("the end")
-
-    run = launch("fork", train)
-    assert run.logs(0, tail=1) == "the end"
-
-
 def test_an_interrupt_of_an_inline_rank_is_an_interrupt() -> None:
     def train() -> None:
         os.kill(os.getpid(), signal.SIGINT)

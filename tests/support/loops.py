@@ -317,21 +317,6 @@ def train(model):
     accelerator = Accelerator()
     return Reverse.apply(model(x))
 """,
-    "gradients of the input": """
-def attack(model, x, y):
-    x.requires_grad_()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return x + 0.1 * x.grad.sign()
-
-def train(model, loader):
-    accelerator = Accelerator()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        accelerator.backward(F.cross_entropy(model(attack(model, x, y)), y))
-        optimizer.step()
-""",
     "device types": """
 def train(model, loader):
     accelerator = Accelerator()

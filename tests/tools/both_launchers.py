@@ -128,6 +128,17 @@ def split() -> Any:
         return own
 
 
+def waited() -> str:
+    accelerator().wait_for_everyone()
+    return "waited"
+
+
+def state() -> Any:
+    from accelerate import PartialState
+
+    return PartialState().num_processes, str(PartialState().device)
+
+
 def trainer() -> Any:
     from transformers import TrainingArguments
 
@@ -150,6 +161,13 @@ def by_hand(port: str) -> Any:
 
 def environment(name: str) -> Any:
     return os.environ.get(name)
+
+
+def seeded() -> float:
+    from accelerate.utils import set_seed
+
+    set_seed(3)
+    return round(torch.rand(1).item(), 6)
 
 
 def raises() -> None:
@@ -201,7 +219,11 @@ CALLS = {
     "gather on one": Call(gathered, (), ONE),
     "gather on two": Call(gathered, (), TWO),
     "split on two": Call(split, (), TWO),
+    "wait on one": Call(waited, (), ONE),
+    "wait on two": Call(waited, (), TWO),
+    "state of one": Call(state, (), ONE),
     "the Trainer's world": Call(trainer, (), ONE),
+    "seed": Call(seeded, (), ONE),
     "bf16 on one": Call(precision, (), {**ONE, "mixed_precision": "bf16"}),
     "bf16 on two": Call(precision, (), {**TWO, "mixed_precision": "bf16"}),
     "an unknown precision": Call(precision, (), {**ONE, "mixed_precision": "fp4"}),

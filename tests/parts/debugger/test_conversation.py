@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.parts.live.contract import JOIN, SUM
 from tests.support.kernel import Notebook, Outputs
 
 STOPS = """def train():
@@ -26,25 +27,14 @@ def half(value):
     dist.all_reduce(torch.ones(1))
 half(7 + nbtrain.rank())"""
 
-SUM = "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt"
-
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    folder = tmp_path_factory.mktemp("kernel")
-    with closing(Notebook(folder / "home", folder, warm=True)) as kernel:
-        assert not kernel.run("%load_ext nbtrain\nimport torch, accelerate, time").ename
-        yield kernel
-
-
-@pytest.fixture(scope="module")
-def live(notebook: Notebook) -> Iterator[Notebook]:
-    started = notebook.run("%nbtrain start -n 2")
+def live(shared_kernel: Notebook) -> Iterator[Notebook]:
+    started = shared_kernel.run("%nbtrain start -n 2")
     assert "2 ranks live" in started.stdout
-    join = "%%distributed\nimport torch.distributed as dist\ndist.init_process_group('gloo')"
-    assert not notebook.run(join).ename
-    yield notebook
-    notebook.run("%nbtrain stop")
+    assert not shared_kernel.run(JOIN).ename
+    yield shared_kernel
+    shared_kernel.run("%nbtrain stop")
 
 
 def plain(out: Outputs) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,13 +23,9 @@ FORGET = "for name in {*globals()} - first_names: del globals()[name]"
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    folder = tmp_path_factory.mktemp("kernel")
-    with closing(Notebook(folder / "home", folder, warm=True)) as notebook:
-        notebook.run(
-            "%load_ext nbtrain" + SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}"
-        )
-        yield notebook
+def kernel(shared_kernel: Notebook) -> Notebook:
+    shared_kernel.run(SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}")
+    return shared_kernel
 
 
 @pytest.fixture

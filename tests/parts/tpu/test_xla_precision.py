@@ -36,11 +36,6 @@ def told(kernel: Notebook, options: str, inside: str = "if True:") -> list[objec
     return list(first)
 
 
-@pytest.fixture
-def notebook(shared_kernel: Notebook) -> Notebook:
-    return shared_kernel
-
-
 def test_bf16_is_every_float_from_the_first_tensor_on(notebook: Notebook) -> None:
     kinds, use, downcast, precision = told(notebook, "-p bf16")
     assert kinds[:2] == [["bf16["], ["bf16["]]

@@ -53,11 +53,8 @@ def test_the_table_of_the_trainer_has_its_evaluations() -> None:
     def train() -> None:
         rows = [{"x": torch.randn(3)} for _ in range(16)]
         each = {"eval_strategy": "epoch", "logging_strategy": "epoch", "num_train_epochs": 3}
-        trainer = transformers_trainer(
-            rows, per_device_train_batch_size=4, prediction_loss_only=True, **each
-        )
-        trainer.eval_dataset = rows
-        trainer.train()
+        batches = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
+        transformers_trainer(rows, rows, **each, **batches).train()
 
     table = launch(train).epochs
     assert list(table["epoch"]) == [1, 2, 3]
