@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import html
 import re
-from pathlib import Path
 
 from nbtrain.system.text import format_number
 from tests.support.cells import must_run
@@ -61,25 +60,3 @@ def test_a_loop_without_a_call_of_ours_is_on_the_board(notebook: Notebook) -> No
 def page(out: Outputs) -> str:
     """Return the text of the page's board."""
     return html.unescape(re.sub("<[^>]*>", " ", out.widget("HTML")[1]["value"]))
-
-
-def test_a_bar_that_has_ended_shows_no_rate_while_its_rank_goes_on(
-    notebook: Notebook, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-
-    def open_gate(out: Outputs) -> None:
-        board = str((out.updates or out.displays or [{}])[-1].get("text/html", ""))
-        if "Map: 300/300" in board and "examples/s" not in board:
-            gate.touch()
-
-    out = must_run(
-        notebook,
-        "%%distributed -n 2 --view html --timeout 40\n"
-        "from tqdm.auto import tqdm\n"
-        "def train():\n"
-        "    for _ in tqdm(range(300), unit=' examples', desc='Map'): time.sleep(0.001)\n"
-        f"    while not os.path.exists({str(gate)!r}): time.sleep(0.05)",
-        during=open_gate,
-    )
-    assert out.board.count(" examples/s") == 2  # of a run that is over, what the bar came to

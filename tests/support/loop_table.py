@@ -53,7 +53,7 @@ def transformers_trainer(
             super().__init__()
             self.w = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any, labels: Any = None) -> Any:
             return {"loss": (self.w * x).sum(1).mean()}
 
     quiet = {"save_strategy": "no", "report_to": "none", "dataloader_pin_memory": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,11 @@ def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
     mapped = ev.Progress(2.0, 0, bar=0, n=90_000, total=180_000, elapsed=1.0, unit="examples")
     state = fold(picture(1), [ev.Started(1.0, 0, 8), mapped])
     assert rank_texts.pace(state.ranks[0]) == "90,000 examples/s"
+    assert "examples/s" in board.render(state, 9.0)
+    done = fold(state, [replace(mapped, n=180_000, elapsed=2.0, closed=True)])
+    assert "examples/s" not in board.render(done, 9.0)  # while its rank goes on
+    over = fold(done, [ev.Exited(9.0, 0, 0, "done"), ev.Finished(9.0, -1, "succeeded")])
+    assert "examples/s" in text_summary.summary(over, 9.0)  # what the bar came to
     counts = [ev.TrainingUpdate(3.0 + i, 0, steps=1 + 10 * i, elapsed=1.0 + i) for i in range(3)]
     trained = fold(state, counts)
     assert rank_texts.pace(trained.ranks[0]).endswith(" steps/s")

@@ -158,10 +158,9 @@ def _prepared(row: Row) -> tuple[Any, Any]:
 
 
 def _optimizer(model: nn.Module, row: Row) -> Any:
-    names = {n.lower(): n for n in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")}
-    name, _, momentum = row.optimizer.partition("-")
-    options = {"momentum": 0.9} if momentum else {}
-    return getattr(torch.optim, names[name])(model.parameters(), lr=1e-4, **options)
+    if row.optimizer == "sgd-momentum":
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def _shard(model: Any, half: torch.dtype | None) -> None:

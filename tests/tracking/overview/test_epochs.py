@@ -51,7 +51,7 @@ def test_a_plain_loop_has_a_row_an_epoch_and_the_best_is_marked() -> None:
 
 def test_the_table_of_the_trainer_has_its_evaluations() -> None:
     def train() -> None:
-        rows = [{"x": torch.randn(3)} for _ in range(16)]
+        rows = [{"x": torch.randn(3), "labels": torch.ones(1)} for _ in range(16)]
         each = {"eval_strategy": "epoch", "logging_strategy": "epoch", "num_train_epochs": 3}
         batches = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
         transformers_trainer(rows, rows, **each, **batches).train()
