@@ -24,7 +24,8 @@ FORGET = "for name in {*globals()} - first_names: del globals()[name]"
 
 @pytest.fixture(scope="module")
 def kernel(shared_kernel: Notebook) -> Notebook:
-    shared_kernel.run(SETUP + "\nfirst_names = {*globals(), 'first_names', 'ranks'}")
+    names = "del model_before, same\nfirst_names = {*globals(), 'first_names', 'ranks'}"
+    shared_kernel.run(f"{SETUP}\n{names}")
     return shared_kernel
 
 
