@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.cells import must_run
+from tests.support.cells import must_run, needs
 from tests.support.kernel import Notebook
 
 PREPARE = """
@@ -90,8 +90,7 @@ ARRIVES = {
 
 def launch(kernel: Notebook, change: Change) -> str:
     """Train in two ranks; return the board."""
-    for module in change.needs:
-        pytest.importorskip(module)
+    needs(*change.needs)
     more = GPT if change.needs else ""
     out = must_run(kernel, f"{PREPARE}{more}\nmodel = {change.model}\nbefore = model")
     out = must_run(
@@ -141,8 +140,7 @@ def test_what_does_not_arrive_is_named_as_training_begins_with_the_line_that_bri
 
 
 def test_an_adapter_of_live_ranks_is_pulled(notebook: Notebook) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
+    needs("peft", "transformers")
     notebook.run(f"{PREPARE}{GPT}\nmodel = small()\n%nbtrain start -n 2")
     try:
         must_run(notebook, f"%%distributed\ndef train(model):{LORA}    return 1")
