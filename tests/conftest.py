@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if missing := names.difference(part.TABLE):
             reason = f"needs the part {min(missing)} of nbtrain"
             item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("xla") and importlib.util.find_spec("torch_xla") is None:
+            reason = "needs torch_xla: pip install -r tests/requirements/xla.txt"
+            item.add_marker(pytest.mark.skip(reason=reason))
     order = {room: place for place, room in enumerate(_LONGEST)}
     folder = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(folder).parts[0], len(order)))
@@ -75,14 +80,27 @@ def run_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     return home
 
 
+def _descendants(pid: int) -> set[int]:
+    """Return the processes below one, as Linux lists them.
+
+    psutil reads the entries of all processes of the host, which was a tenth of the suite's CPU:
+    twice for each test, and kernels that have ended are among them.
+    """
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
+    return found.union(*map(_descendants, found))
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test leaves a child of the test process behind, but what spawned ranks are forked from."""
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    before = _descendants(os.getpid())
     yield
     if fork_server.own.current is not None:
         before.add(fork_server.own.current.pid)
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    left = [psutil.Process(pid) for pid in _descendants(os.getpid()) - before]
     if "notebook" not in request.fixturenames:
         assert not left, left
 
@@ -91,12 +109,9 @@ def leaves_no_process(request: pytest.FixtureRequest) -> Iterator[None]:
 def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """One kernel for a module's tests, with nbtrain loaded and torch imported."""
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder, warm=True)
-    try:
+    with closing(Notebook(folder / "home", folder, warm=True)) as kernel:
         kernel.run("%load_ext nbtrain\nimport os, time, signal, torch._dynamo, nbtrain")
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.fixture

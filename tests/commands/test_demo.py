@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -10,18 +9,18 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
+from nbtrain.commands import cli
 from nbtrain.commands.demo import SOURCE
 from tests.support.paths import ROOT
 
-COMMAND = [sys.executable, "-u", "-m", "nbtrain", "demo", "-n", "2"]
 
-
-def test_it_shows_the_loop_the_board_the_results_and_what_comes_next(tmp_path: Path) -> None:
-    environment = {**os.environ, "NBTRAIN_HOME": str(tmp_path)}
-    out = subprocess.run(COMMAND, capture_output=True, text=True, timeout=120, env=environment)
-    assert out.returncode == 0, out.stderr
-    shown = out.stdout
+def test_it_shows_the_loop_the_board_the_results_and_what_comes_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["demo", "-n", "2"]) == 0
+    shown = capsys.readouterr().out
     parts = ["def train(model, epochs", "succeeded", "results: [", "accuracy: ", "run folder: "]
     parts += ["%load_ext nbtrain", "%%distributed"]
     assert [part for part in [*parts, "rank 1: "] if part not in shown] == []

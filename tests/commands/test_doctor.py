@@ -18,7 +18,6 @@ from nbtrain.errors import LaunchError
 from nbtrain.findings import Finding
 from nbtrain.system import accelerator_guard, tpu
 from nbtrain.system.gpus import Gpu, Holder
-from nbtrain.tracking import run_folder
 from tests.support.cells import must_run
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
@@ -100,21 +99,6 @@ def test_an_engine_that_is_switched_off_is_refused_on_the_page(
     assert "fork refused: `engine` fork is switched off on this host" in page
     assert "NBTRAIN_DISABLE=fork detach" in page
     assert "spawn: a launch can start" in page
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_run_folder_of_another_user_is_seen_before_a_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path))
-    (tmp_path / "runs").mkdir()
-    os.chown(tmp_path / "runs", 12345, 12345)
-    mode = (tmp_path / "runs").stat().st_mode
-    assert run_folder.trouble() == ""
-    nbtrain.launch(print, num_processes=1, view="none")
-    assert (tmp_path / "runs").stat().st_mode == mode  # root may, and changes nothing of others'
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "belongs to" in run_folder.trouble()
 
 
 def test_the_reference_lists_the_keys_of_the_doctor() -> None:

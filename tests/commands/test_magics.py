@@ -84,16 +84,6 @@ def test_a_failing_run_is_bound_too(notebook: Notebook) -> None:
     assert notebook.value("type(broken.exception).__name__") == "ZeroDivisionError"
 
 
-def test_the_display_becomes_a_static_summary(notebook: Notebook) -> None:
-    out = notebook.run("%%distributed -n 2\nprint('said by', nbtrain.rank())\n{'accuracy': 0.97}")
-    last = (out.updates or out.displays)[-1]
-    assert "succeeded" in last["text/html"]
-    assert "all ranks" in last["text/html"]
-    assert "said by 1" in last["text/html"]
-    assert "0.97" in last["text/plain"]
-    assert out.stdout == ""
-
-
 def test_missing_parameters_are_refused_together_with_lookalikes(notebook: Notebook) -> None:
     notebook.run("modle = learning_rate = 1\nglobals().pop('model', None)")
     before = notebook.value(LAST_FOLDER)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.cells import must_run
+from tests.support.cells import must_run, needs
 from tests.support.kernel import Notebook
 
 PREPARE = """
@@ -30,13 +30,6 @@ def steps(model, *shape, x=None, loss=lambda out: out.square().sum()):
         loss(model(torch.rand(shape) if x is None else x)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-def observed(*more):
-    net = torch.nn.Sequential(torch.nn.Linear(3, 3), *more).train()
-    net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
-    if more:
-        torch.ao.quantization.fuse_modules_qat(net, [["0", "1"]], inplace=True)
-    return torch.ao.quantization.prepare_qat(net)
 
 class Masked(torch.nn.Module):
     def __init__(self):
@@ -97,8 +90,7 @@ ARRIVES = {
 
 def launch(kernel: Notebook, change: Change) -> str:
     """Train in two ranks; return the board."""
-    for module in change.needs:
-        pytest.importorskip(module)
+    needs(*change.needs)
     more = GPT if change.needs else ""
     out = must_run(kernel, f"{PREPARE}{more}\nmodel = {change.model}\nbefore = model")
     out = must_run(
@@ -148,8 +140,7 @@ def test_what_does_not_arrive_is_named_as_training_begins_with_the_line_that_bri
 
 
 def test_an_adapter_of_live_ranks_is_pulled(notebook: Notebook) -> None:
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
+    needs("peft", "transformers")
     notebook.run(f"{PREPARE}{GPT}\nmodel = small()\n%nbtrain start -n 2")
     try:
         must_run(notebook, f"%%distributed\ndef train(model):{LORA}    return 1")
@@ -215,14 +206,7 @@ class Holder:
         fit(self.net)
 def fit(model):
     steps(model, 2, 3)
-def closed_over():
-    inner = torch.nn.Linear(3, 3)
-    return lambda: fit(inner)
-def within():
-    local = torch.nn.Linear(3, 3)
-    nbtrain.launch(fit, local)
-    return local
-holder, kept, parent = Holder(), closed_over(), torch.nn.Sequential(torch.nn.Linear(3, 3))
+holder = Holder()
 """
 
 

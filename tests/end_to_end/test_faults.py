@@ -23,36 +23,8 @@ from tests.support.waiting import wait_until
 from tests.tools import faults
 from tests.tools.faults import ROWS, Outcome, Row, Unavailable
 
-_LONG = {
-    "busy loop, mid-run, spawn",
-    "children left running, mid-run, spawn",
-    "exception, import, spawn",
-    "exception group of 200,000, mid-run, fork",
-    "exception with a message of 300 MB, mid-run, fork",
-    "no more processes in the container, mid-run, fork",
-    "out of memory (the container's), mid-run, fork",
-    "SIGKILL, mid-run, spawn",
-    "1 GB of output, mid-run, fork",
-    "a thread that never ends, end, fork",
-    "exception that holds 400 MB, collective, fork",
-    "echo first, the cause 0.6 s later, collective, fork",
-    "exception, import, live",
-    "exception of a class that pickle cannot remake, mid-run, live",
-    "exception whose __str__ raises, collective, live",
-    "SIGKILL, mid-run, live",
-    "os._exit(7), collective, live",
-    "too many open files, mid-run, live",
-    "CUDA out of memory, mid-run, live",
-    "disk of the run folder full, mid-run, live",
-}
 _MARKED = [
-    pytest.param(
-        row,
-        marks=[
-            *([pytest.mark.slow] if row.name in _LONG else ()),
-            *([pytest.mark.part("live")] if row.engine == faults.LIVE else ()),
-        ],
-    )
+    pytest.param(row, marks=[pytest.mark.part("live")] if row.engine == faults.LIVE else ())
     for row in ROWS
 ]
 

@@ -59,22 +59,6 @@ for fold in range(2):
     )
     Trainer(Model(1 + fold), arguments, train_dataset=rows, eval_dataset=rows).train()
 """
-LIGHTNING = """
-import lightning
-class Model(lightning.LightningModule):
-    def __init__(self, start):
-        super().__init__()
-        self.layer, self.start = nn.Linear(4, 1), start
-    def training_step(self, batch, _index):
-        return self.layer(batch[0]).mean() * 0 + self.start / (1 + self.global_step)
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-9)
-for fold in range(2):
-    lightning.Trainer(
-        max_epochs=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Model(1 + fold), DataLoader(Subset(DATA, range(32)), batch_size=4))
-"""
 
 
 def shown(notebook: Notebook, cell: str) -> str:
@@ -96,9 +80,8 @@ def shown(notebook: Notebook, cell: str) -> str:
         (KFOLD, True),
         (RATES, False),
         pytest.param(TRAINER, True, marks=pytest.mark.slow),
-        pytest.param(LIGHTNING, True, marks=pytest.mark.slow),
     ],
-    ids=["k-fold", "rates in a cell", "Trainer", "Lightning"],
+    ids=["k-fold", "rates in a cell", "Trainer"],
 )
 def test_each_fold_has_its_best_epoch(notebook: Notebook, body: str, is_function: bool) -> None:
     cell = "def train():\n    " + body.replace("\n", "\n    ") if is_function else body

@@ -93,11 +93,3 @@ def test_the_table_and_the_chart_show_what_was_counted(executed: Executed) -> No
         assert row == pytest.approx([n / 1e6 for n in expected], abs=0.051)
     (chart,) = [c for c in executed.notebook.cells if c.get("id") == "chart"]
     assert "image/png" in chart.outputs[0].data
-
-
-def test_the_committed_outputs_are_of_one_whole_run() -> None:
-    cells = [c for c in nbformat.read(PATH, as_version=4).cells if c.cell_type == "code"]
-    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
-    boards = [c.outputs[-1].data["text/html"] for c in cells if c.source.startswith("%%")]
-    assert len(boards) == 5
-    assert all("succeeded" in board for board in boards)

@@ -50,10 +50,3 @@ def test_only_the_store_and_the_ranks_listen_and_only_on_this_host() -> None:
     for row in ("the store in which the ranks meet", "each rank in a gloo group"):
         assert f"| {row}" in page.replace(", a process of its own per run", "")
         assert "127.0.0.1" in page
-
-
-def test_a_process_has_no_more_descriptors_after_a_run() -> None:
-    nbtrain.launch(lambda: 1, num_processes=2, view="none")
-    before = sorted(os.listdir("/proc/self/fd"))
-    nbtrain.launch(lambda: 1, num_processes=2, view="none")
-    assert sorted(os.listdir("/proc/self/fd")) == before

@@ -22,13 +22,12 @@ from nbtrain.errors import NbtrainError
 from nbtrain.lifecycle.run import Run
 from nbtrain.system.files import ReservedFile, last_bytes, write_atomically
 from nbtrain.tracking import events as ev
-from nbtrain.tracking import limits
-from nbtrain.tracking import run_folder as folders
 from nbtrain.tracking.event_log import EventWriter, read_events
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.cells import must_run
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import is_gone, wait_until
+from tests.tools import faults
 
 slow = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -82,20 +81,14 @@ def test_a_launch_without_descriptors_is_one_clear_error_and_leaves_nothing(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A disk of 1 MB, which holds the folders of the test's runs."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs the right to mount")
-    monkeypatch.setenv("NBTRAIN_HOME", str(disk))
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+        with faults.small_disk("1m") as disk:
+            monkeypatch.setenv("NBTRAIN_HOME", str(disk))
+            yield disk
+    except faults.Unavailable as why:
+        pytest.skip(str(why))
 
 
 def fill(disk: Path) -> None:
@@ -192,12 +185,6 @@ def test_a_file_that_does_not_fit_leaves_no_part_of_it(small_disk: Path) -> None
     assert len(os.listdir("/proc/self/fd")) == before  # taken: a live rank makes another one
     assert (small_disk / "small").read_bytes() == b"12345"
     assert sorted(p.name for p in small_disk.iterdir()) == ["filling", "small"]
-
-
-def newest(home: Path, monkeypatch: pytest.MonkeyPatch) -> Run | None:
-    monkeypatch.setenv("NBTRAIN_HOME", str(home))
-    found = folders.runs()
-    return Run.open(found[-1].path) if found else None
 
 
 RANKS = {
@@ -431,59 +418,3 @@ def test_a_kernel_or_a_laptop_that_sleeps_ends_no_run_and_is_no_hang(
     assert [hang.text for hang in hangs] == []
     assert [h.step.max() + 1 for _, h in run.history.groupby("rank")] == run.results
     assert run.state.status == "succeeded"
-
-
-@slow
-def test_two_notebooks_launch_at_the_same_moment_and_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = """
-import sys, time, nbtrain, torch, torch.distributed as dist
-def train(name):
-    dist.init_process_group('gloo')
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return name, total.item()
-print('ready', flush=True)
-for line in sys.stdin:
-    run = nbtrain.launch(train if line == 'together\\n' else lambda name: (name, 2.0), sys.argv[1],
-                         num_processes=2, view='none')
-    assert run.results == [(sys.argv[1], 2.0)] * 2, run.results
-    print(run.folder.name, flush=True)
-"""
-
-    def start(name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", script, name]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-
-    def ask(process: subprocess.Popen[str], word: str) -> None:
-        assert process.stdin is not None
-        process.stdin.write(word + "\n")
-        process.stdin.flush()
-
-    def answer(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().strip()
-
-    going = nbtrain.launch(time.sleep, 60, num_processes=1, background=True, view="none")
-    two = [start("one"), start("other")]
-    assert [answer(process) for process in two] == ["ready", "ready"]
-    made: list[str] = []
-    for process in two:
-        ask(process, "together")
-    made += [answer(process) for process in two]
-    for _ in range(12):
-        for process in two:
-            ask(process, "again")
-        made += [answer(process) for process in two]
-    assert all(made)
-    assert len(set(made)) == len(made)
-    for process in two:
-        process.communicate()
-        assert process.returncode == 0
-    remaining = {folder.path.name for folder in folders.runs()}
-    assert going.folder.name in remaining  # it is watched, however old
-    assert len(remaining - {going.folder.name}) <= limits.MAX_RUNS + 1
-    assert remaining - {going.folder.name} <= set(made[-limits.MAX_RUNS - 2 :])
-    going.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,9 @@ def kernel(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Notebook]:
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder, allow_stdin=request.param, warm=True)
-    try:
+    with closing(Notebook(folder / "home", folder, allow_stdin=request.param, warm=True)) as kernel:
         kernel.run("%load_ext nbtrain\nimport nbtrain")
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.mark.parametrize("case", CASES)

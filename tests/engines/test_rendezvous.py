@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -139,21 +138,3 @@ def test_a_store_that_is_killed_ends_the_run_and_is_named() -> None:
 
     with pytest.raises(RankDied, match="the store in which the ranks meet has ended: it was kill"):
         nbtrain.launch(train, num_processes=1, view="none")
-
-
-@linux
-def test_the_process_of_the_store_ends_with_a_kernel_that_is_killed() -> None:
-    script = (
-        "import os, time, nbtrain\n"
-        "from nbtrain.engines import rendezvous\n"
-        "store = rendezvous.StoreProcess(rendezvous.bind(None))\n"
-        "print(store.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    kernel = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert kernel.stdout is not None
-    pid = int(kernel.stdout.readline())
-    assert not is_gone(pid)
-    kernel.kill()
-    kernel.communicate()
-    wait_until(lambda: is_gone(pid))

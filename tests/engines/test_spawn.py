@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +13,9 @@ import psutil
 import pytest
 import torch
 
-from nbtrain.errors import RankDied
-from tests.support import runs, shared_memory
+from tests.support import runs
 from tests.support.cells import must_run
 from tests.support.kernel import Notebook
-from tests.support.waiting import is_gone, wait_until
 
 launch = functools.partial(runs.launch, engine="spawn")
 
@@ -143,38 +139,6 @@ def test_instances_of_the_notebooks_classes_come_back_as_such(notebook: Notebook
     assert notebook.value("(type(a) is Point, b.x, Point.made, q.name())") == (True, 2, 0, "here")
 
 
-def test_an_interrupt_while_they_import_ends_them(notebook: Notebook) -> None:
-    out = notebook.run("%%distributed -n 2 -e spawn\nwhile True: pass", interrupt_on="starting")
-    assert out.ename == "KeyboardInterrupt"
-    assert "interrupted" in out.board
-    assert "failed" not in out.board
-
-
-PRESS = """
-import signal, threading
-def press_when(is_there):
-    before = nbtrain.last_run()
-    def wait():
-        while (run := nbtrain.last_run()) is before or not is_there(run):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-    threading.Thread(target=wait).start()
-"""
-
-
-def test_an_interrupt_ends_a_rank_that_waits_for_another(notebook: Notebook) -> None:
-    notebook.run(f"{PRESS}\npress_when(lambda run: run.state.ranks[0].phase == 'joining')")
-    out = notebook.run(
-        "%%distributed -n 2\nimport torch.distributed as dist\n"
-        "if nbtrain.rank(): time.sleep(60)\ndist.init_process_group('gloo')"
-    )
-    assert "still starting" in notebook.value(
-        "(nbtrain.last_run().folder / 'launcher.jsonl').read_text()"
-    )
-    assert out.ename == "KeyboardInterrupt"
-    assert "interrupted" in out.board
-
-
 NAMED = {
     "def train(gate=Lock()): pass": "train(gate=…)",
     "gate = Lock()\ndef train():\n    def inner(): train, gate\n    return inner": "train → gate",
@@ -212,17 +176,6 @@ def test_a_fresh_process_has_what_multiprocessing_sends_to_its_own(notebook: Not
     assert notebook.value("arrived") == ({"0": True, "1": True}, True)
 
 
-def test_a_crash_in_native_code_leaves_the_python_stack() -> None:
-    def train() -> None:
-        import ctypes
-
-        ctypes.string_at(0)
-
-    with pytest.raises(RankDied, match="string_at") as raised:
-        launch(train)
-    assert raised.value.signal == signal.SIGSEGV
-
-
 def test_what_cannot_be_loaded_there_is_told_as_the_ranks_failure(tmp_path: Path) -> None:
     (tmp_path / "vanishing_module.py").write_text("class K: pass\n")
     sys.path.insert(0, str(tmp_path))
@@ -257,21 +210,6 @@ def test_the_model_is_in_memory_once_however_many_ranks_read_it() -> None:
         assert untouched < 1 << 20
         assert written > 60 << 20
         assert read == pytest.approx(float(model.weight.detach().sum()), abs=1e-2)
-
-
-def test_a_run_leaves_nothing(notebook: Notebook) -> None:
-    look = (
-        "(sorted(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')), "
-        "dict(os.environ), signal.pthread_sigmask(0, []), "
-        "signal.getsignal(signal.SIGINT) is signal.default_int_handler, os.getcwd())"
-    )
-    notebook.run("%distributed -n 2 -e spawn 1")
-    notebook.run(f"before = {look}")
-    shared = shared_memory.names()
-    notebook.run("%distributed -n 2 -e spawn 1")
-    notebook.run("%distributed -n 2 -e spawn 1 / 0")
-    assert notebook.value(f"before == {look}")
-    assert shared_memory.left_behind(shared) == []
 
 
 HOLDINGS = """
@@ -371,22 +309,3 @@ def test_a_module_of_the_folder_that_is_named_like_pythons_own_does_no_harm(
     kernel = start_kernel()
     kernel.run("import nbtrain\n%load_ext nbtrain\nopen('json.py', 'w').close()")
     must_run(kernel, "%distributed -n 1 -e spawn 1 + 1")
-
-
-@pytest.mark.slow
-def test_they_end_with_the_launcher(tmp_path: Path) -> None:
-    script = (
-        "import nbtrain, os, time\n"
-        "def train():\n"
-        f"    open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
-        "    time.sleep(60)\n"
-        "nbtrain.launch(train, num_processes=2, engine='spawn', view='none')\n"
-    )
-    launcher = subprocess.Popen([sys.executable, "-c", script])
-    try:
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, timeout=30)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    pids = [int(p.name) for p in tmp_path.iterdir()]
-    wait_until(lambda: all(map(is_gone, pids)))

@@ -43,65 +43,12 @@ REDUCES = recorded("all_reduce")
 IN_TORCH = RankStack(0, frames=(TORCH, REDUCING))
 
 
-WAITING = StackFrame("/usr/lib/python3.11/threading.py", 327, "wait")
-IN_POLARS = StackFrame("/x/site-packages/polars/lazyframe/engine.py", 410, "collect")
-WORKS = StackFrame("/usr/lib/python3.11/concurrent/futures/thread.py", 58, "run")
-
-
-def forked(
-    *frames: StackFrame, beside: StackFrame | None = None, threads: Any = ("feeder",)
-) -> dict[int, RankStack]:
-    """Return where rank 0 is, which was forked from a notebook with threads."""
-    others = ((beside, WAITING),) if beside else ()
-    lost = {"threads": threads, "libraries": ("polars",)}
-    return {0: RankStack(0, frames=frames, threads=others, lost=lost)}
-
-
-@pytest.mark.parametrize(
-    ("stacks", "advice"),
-    [
-        (
-            forked(WAITING, SLEEPING),
-            "none of the notebook's threads (feeder). If rank 0 waits for one",
-        ),
-        (forked(IN_POLARS, REDUCING), "so polars, which was used in the notebook before, has none"),
-        (forked(WAITING, SLEEPING, beside=WORKS), ""),
-        (forked(SLEEPING), ""),
-    ],
-)
-def test_a_rank_misses_the_notebooks_threads_where_nothing_else_can_end_its_wait(
-    stacks: dict[int, RankStack], advice: str
-) -> None:
-    text = explain.explain_hang(seen(1, stacks=stacks)).text
-    assert advice in text
-    assert ("A fork copies no threads" in text) == bool(advice)
-
-
 CASES: dict[str, tuple[explain.Observation, str, tuple[int, ...], tuple[int, ...]]] = {
-    "one never joined": (
-        seen(
-            4,
-            at={0: REDUCING, 1: REDUCING, 2: REDUCING, 3: SLEEPING},
-            records={
-                **dict.fromkeys(range(3), recorded("all_reduce", "all_reduce")),
-                3: recorded("all_reduce", done=True),
-            },
-        ),
-        "rank 3 is at In[5], line 41: time.sleep(600); ranks 0–2 wait in all_reduce #2 for it",
-        (3,),
-        (0, 1, 2),
-    ),
     "without a recorder, by the stacks": (
         seen(2, stacks={0: IN_TORCH, 1: RankStack(1, frames=(SLEEPING,))}),
         "rank 1 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce for it",
         (1,),
         (0,),
-    ),
-    "collectives that do not match": (
-        seen(2, at={0: REDUCING, 1: SLEEPING}, records={0: REDUCES, 1: recorded("broadcast")}),
-        f"these do not match, so no rank can continue. {explain.SAME_ORDER_ADVICE}",
-        (),
-        (0, 1),
     ),
     "shapes that do not match": (
         seen(2, records={0: REDUCES, 1: recorded("all_reduce", shape=(5,))}),
@@ -129,26 +76,6 @@ CASES: dict[str, tuple[explain.Observation, str, tuple[int, ...], tuple[int, ...
         "rank 1 has ended (done); rank 0 waits in all_reduce #1 for it",
         (),
         (0,),
-    ),
-    "only members of a group are missed in it": (
-        seen(
-            4,
-            at={1: REDUCING, 2: SLEEPING, 3: REDUCING},
-            records={
-                0: recorded("all_reduce", group="7"),
-                **dict.fromkeys(range(1, 4), FlightRecord()),
-            },
-            groups={"7": frozenset({0, 2})},
-        ),
-        "rank 2 is at In[5], line 41: time.sleep(600); rank 0 waits in all_reduce #1 for it",
-        (2,),
-        (0,),
-    ),
-    "nobody is accused of a long silence": (
-        seen(2, at={0: SLEEPING, 1: SLEEPING}),
-        "no sign of progress: ranks 0–1 are at In[5], line 41: time.sleep(600)",
-        (),
-        (),
     ),
 }
 

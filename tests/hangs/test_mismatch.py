@@ -30,12 +30,6 @@ def explained(state: RunState) -> str:
     return mismatch.explain_mismatch(state.ranks[0], state, lambda rank: f"line {rank.rank + 1}")
 
 
-def test_a_rank_that_returned_without_the_call_is_named() -> None:
-    waiting = failed(0, LOST, (6, "all_reduce", "3", False), (7, "barrier", "", True))
-    state = run(waiting, returned(1, 6))
-    assert explained(state) == "waited in barrier #7 (line 1), and rank 1 returned without it"
-
-
 def test_different_calls_of_one_number_are_named_with_both_places() -> None:
     mine = failed(
         0, "ValueError: bad state", (4, "all_reduce", "3", False), (5, "broadcast", "8", False)

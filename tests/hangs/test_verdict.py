@@ -181,6 +181,14 @@ def test_deaths_are_told_apart(found: verdict.FailureReport, kind: str) -> None:
     assert found.kind == kind
 
 
+def test_a_kill_for_memory_is_told_with_whose_memory_grew() -> None:
+    grown = [ev.Resources(2.0, rank, memory=size << 30) for rank, size in ((1, 1), (0, 9))]
+    found = death(-9, "", *grown, cause="ran out of memory", code=ev.OUT_OF_MEMORY)
+    assert (found.kind, found.headline) == ("out of memory", "ran out of memory")
+    assert "rank 0 grew most, from 3.0 GiB to 9.0 GiB" in str(found)
+    assert "no weights, gradients or optimizer states were counted in it" in str(found)
+
+
 @pytest.mark.parametrize(
     ("number", "device", "code", "advice"),
     [

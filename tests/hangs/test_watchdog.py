@@ -83,18 +83,18 @@ def never_joins_a_subgroup() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "mark", "what", "engine"),
+    ("function", "mark", "what"),
     [
-        (sleeps, "sleeps", "all_reduce #2", "fork"),
-        (spins, "spins", "barrier #1", "fork"),
-        (keeps_the_gil, "keeps the GIL", "all_gather #1", "fork"),
-        (never_makes_the_group, "makes no group", "init_process_group", "fork"),
+        (sleeps, "sleeps", "all_reduce #2"),
+        (spins, "spins", "barrier #1"),
+        (keeps_the_gil, "keeps the GIL", "all_gather #1"),
+        (never_makes_the_group, "makes no group", "init_process_group"),
     ],
 )
 def test_the_rank_that_hangs_is_named_with_its_line(
-    function: Callable[[], None], mark: str, what: str, engine: str
+    function: Callable[[], None], mark: str, what: str
 ) -> None:
-    with launched(function, engine=engine) as run:
+    with launched(function) as run:
         # On a busy machine the count of the collective comes a look later than its name.
         found = first_verdict(run, saying=f"waits in {what} for it")
         last = max(
@@ -247,6 +247,3 @@ def test_the_board_of_a_notebook_shows_the_cells_line(notebook: Notebook) -> Non
     assert said in out.board  # it stays to be read
     names = notebook.value("[t.name for t in __import__('threading').enumerate()]")
     assert not [name for name in names if "_ask" in name]
-
-
-# Without processes

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import queue
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -265,32 +263,6 @@ def test_a_detached_run_does_not_hold_the_kernels_output(
     assert notebook.value("bool(output) and output <= held(os.getpid())")
     assert notebook.value("sorted(output & (held(watcher) | held(run.state.ranks[0].pid)))") == []
     notebook.run("run.stop()")
-
-
-@pytest.mark.slow
-def test_a_terminal_lists_shows_and_stops_what_a_kernel_runs(
-    start_kernel: Callable[..., Notebook], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = start_kernel()
-    kernel.run(LOAD)
-    kernel.run(train("--detach", steps=100_000))
-    run = kept(tmp_path / "home", monkeypatch)
-    wait_until(lambda: "step 3" in run.logs(1), timeout=30)
-    wait_until(lambda: run.state.status == "running", timeout=30)
-
-    def ask(*words: str) -> str:
-        command = [str(Path(sys.executable).with_name("nbtrain")), *words]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert asked.returncode == 0, asked.stderr
-        return asked.stdout
-
-    name = run.folder.name
-    assert re.search(rf"{name} .* running ", ask("runs"))
-    assert "rank 1: running" in ask("show", name)
-    assert ask("logs", name, "--rank", "1", "--tail", "1").startswith("step ")
-    assert f"{name}: interrupted by `nbtrain stop`" in ask("stop", name)
-    assert all(map(is_gone, pids(Run.open(run.folder))))
-    assert "has ended: interrupted" in ask("stop", name)
 
 
 def until_told_to_go(go: Path, model: torch.nn.Linear) -> str:

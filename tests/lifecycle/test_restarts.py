@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from dataclasses import replace
 from typing import Any
@@ -21,55 +20,6 @@ from tests.support.waiting import wait_until
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RESTART_DELAY_S", 0.05)
-
-
-def fails_once(how: str, steps: int = 6, dies_at: int = 4) -> tuple[int, list[float], int]:
-    """Train a number for `steps`; in the first attempt, die of `how` on rank 1 at `dies_at`."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    value, first = torch.zeros(1), 0
-    last = nbtrain.last_checkpoint()
-    if last is not None:
-        state = torch.load(last / f"{nbtrain.rank()}.pt")
-        value, first = state["value"], state["step"] + 1
-    seen = []
-    for step in range(first, steps):
-        if nbtrain.attempt() == 1 and step == dies_at and nbtrain.rank() == 1:
-            if how == "raise":
-                raise ConnectionError("the storage was away")
-            os.kill(os.getpid(), signal.SIGKILL)
-        grad = torch.full((1,), float(step + nbtrain.rank()))
-        dist.all_reduce(grad)
-        value += grad
-        seen.append(float(value))
-        nbtrain.log(step=step, loss=value)
-        with nbtrain.checkpoint(step) as path:
-            torch.save({"value": value, "step": step}, path / f"{nbtrain.rank()}.pt")
-    return nbtrain.attempt(), seen, first
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "how"), [("fork", "die"), ("spawn", "die")])
-def test_a_run_goes_on_from_its_last_whole_checkpoint(engine: str, how: str) -> None:
-    undisturbed = nbtrain.launch(fails_once, how, 6, 99, num_processes=2)
-    run = nbtrain.launch(fails_once, how, num_processes=2, max_restarts=2, engine=engine)
-    assert run.state.status == "succeeded"
-    for (number, seen, first), (_, whole, _) in zip(run.results, undisturbed.results, strict=True):
-        assert number == 2
-        assert 3 <= first <= 4  # the one that rank 1 left, or the one it did not come to
-        assert seen == whole[first:]
-    assert run.state.attempt == 2
-    why = "ConnectionError: the storage was away" if how == "raise" else "killed by SIGKILL"
-    assert run.state.message.startswith("attempt 1 of 3 failed: rank 1: ")
-    assert why in run.state.message
-    again = nbtrain.Run.open(run.folder)
-    assert again.state.ranks == run.state.ranks
-    assert again.state.attempt == 2
-    history = run.history
-    assert set(history["step"].dropna()) == set(range(6))
-    failures = sorted(p.name for p in run.folder.glob("*.attempt-1"))
-    assert ("rank-0001.failure.attempt-1" in failures) == (how == "raise"), failures
 
 
 def accelerated(steps: int = 8, dies_at: int = 99) -> list[float]:

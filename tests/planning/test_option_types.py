@@ -172,21 +172,6 @@ def test_a_misspelt_keyword_is_guessed_before_anything_starts() -> None:
             nbtrain.launch(train, **{keyword: 2})
 
 
-def test_a_function_that_takes_its_rank_is_refused_with_the_line_to_write() -> None:
-    def work(rank: int, world_size: int, name: str, epochs: int = 2) -> None: ...
-
-    for args in ((), (2,), (2, "name")):
-        line = "Remove its parameter `rank`"
-        if len(args) == 2:
-            line = r"`lambda \*args, \*\*kw: work\(nbtrain.rank\(\), \*args, \*\*kw\)`"
-        with pytest.raises(PlanError, match=f"work.* takes its rank first.*{line}"):
-            nbtrain.launch(work, *args)
-        with pytest.raises(PlanError, match=line):
-            nbtrain.notebook_launcher(work, args)
-    parsing.check_rank_argument(work, (0, 2, "name"), {})
-    parsing.check_rank_argument(lambda x, y: x, (), {})  # the ranks report what is missing
-
-
 @pytest.mark.parametrize(
     ("disabled", "options", "words"),
     [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
+
+import pytest
 
 import nbtrain
 from tests.support.kernel import Notebook, Outputs
@@ -13,6 +16,12 @@ def must_run(notebook: Notebook, cell: str, **options: Any) -> Outputs:
     out = notebook.run(cell, **options)
     assert not out.ename, out.traceback
     return out
+
+
+def needs(*packages: str) -> None:
+    """Skip a test without importing: that takes seconds, and belongs into the kernel."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"needs {missing[0]}")
 
 
 def the_last_run() -> nbtrain.Run:

@@ -11,6 +11,7 @@ import nbtrain
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
+from tests.support.cells import the_last_run
 from tests.support.waiting import wait_until
 
 AFTER = 1.0
@@ -32,8 +33,7 @@ def launched(function: Callable[..., Any], *args: Any, **options: Any) -> Iterat
     thread = threading.Thread(target=drive)
     thread.start()
     wait_until(lambda: nbtrain.last_run() is not before)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     try:
         yield run
     finally:

@@ -27,6 +27,18 @@ def by_all(line: str) -> str:
     return f"all ranks │</span> {line}"
 
 
+def once(text: str, act: Callable[[Outputs], object]) -> Callable[[Outputs], None]:
+    """Return what acts once, when a widget of the cell shows a text."""
+    done: list[bool] = []
+
+    def during(out: Outputs) -> None:
+        if not done and any(text in str(m.get("value", "")) for m in out.models.values()):
+            done.append(True)
+            act(out)
+
+    return during
+
+
 @dataclass
 class Outputs:
     """What a cell left on the page."""

@@ -42,7 +42,9 @@ def one_weight(lr: float = 0.0) -> tuple[nn.Parameter, torch.optim.Optimizer]:
     return w, torch.optim.SGD([w], lr=lr)
 
 
-def transformers_trainer(rows: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+def transformers_trainer(
+    rows: Sequence[Mapping[str, Any]], eval_rows: Any = None, **options: Any
+) -> Any:
     """Return a Trainer of three ones: the loss of a row is the sum of what it multiplies by "x"."""
     from transformers import Trainer, TrainingArguments
 
@@ -51,12 +53,12 @@ def transformers_trainer(rows: Sequence[Mapping[str, Any]], **options: Any) -> A
             super().__init__()
             self.w = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any, labels: Any = None) -> Any:
             return {"loss": (self.w * x).sum(1).mean()}
 
     quiet = {"save_strategy": "no", "report_to": "none", "dataloader_pin_memory": False}
     arguments = TrainingArguments(output_dir="unused", **{**quiet, **options})
-    return Trainer(Model(), arguments, train_dataset=rows)  # type: ignore[arg-type]
+    return Trainer(Model(), arguments, train_dataset=rows, eval_dataset=eval_rows)  # type: ignore[arg-type]
 
 
 def lightning_fit(

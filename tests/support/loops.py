@@ -3,50 +3,6 @@
 from __future__ import annotations
 
 CORRECT = {
-    "nlp_example": """
-from accelerate import Accelerator
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
-
-def training_function(config, args):
-    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
-    lr, num_epochs = config["lr"], int(config["num_epochs"])
-    tokenizer = AutoTokenizer.from_pretrained("bert-base-cased")
-    set_seed(int(config["seed"]))
-    train_dataloader, eval_dataloader = get_dataloaders(accelerator, config["batch_size"])
-    model = AutoModelForSequenceClassification.from_pretrained("bert-base-cased", return_dict=True)
-    model = model.to(accelerator.device)
-    optimizer = AdamW(params=model.parameters(), lr=lr)
-    lr_scheduler = get_linear_schedule_with_warmup(
-        optimizer=optimizer,
-        num_warmup_steps=100,
-        num_training_steps=len(train_dataloader) * num_epochs,
-    )
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
-    )
-    for epoch in range(num_epochs):
-        model.train()
-        for step, batch in enumerate(train_dataloader):
-            batch.to(accelerator.device)
-            outputs = model(**batch)
-            loss = outputs.loss
-            loss = loss / gradient_accumulation_steps
-            accelerator.backward(loss)
-            if step % gradient_accumulation_steps == 0:
-                optimizer.step()
-                lr_scheduler.step()
-                optimizer.zero_grad()
-        model.eval()
-        for step, batch in enumerate(eval_dataloader):
-            batch.to(accelerator.device)
-            with torch.no_grad():
-                outputs = model(**batch)
-            predictions = outputs.logits.argmax(dim=-1)
-            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
-            metric.add_batch(predictions=predictions, references=references)
-        accelerator.print(f"epoch {epoch}:", metric.compute())
-    accelerator.end_training()
-""",
     "cv_example": """
 def training_function(config, args):
     if args.with_tracking:
@@ -86,23 +42,6 @@ def training_function(config, args):
             overall_step += 1
             if overall_step % checkpointing_steps == 0:
                 accelerator.save_state(os.path.join(args.output_dir, f"step_{overall_step}"))
-""",
-    "accumulate": """
-accelerator = Accelerator(gradient_accumulation_steps=2)
-model, optimizer, training_dataloader, scheduler = accelerator.prepare(
-    model, optimizer, training_dataloader, scheduler
-)
-for batch in training_dataloader:
-    with accelerator.accumulate(model):
-        inputs, targets = batch
-        outputs = model(inputs)
-        loss = loss_function(outputs, targets)
-        accelerator.backward(loss)
-        if accelerator.sync_gradients:
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
 """,
     "gan": """
 def train(dataset):
@@ -203,15 +142,6 @@ def train(model):
     for _ in range(3):
         epoch(accelerator, model, optimizer, loader)
 """,
-    "transformers Trainer": """
-args = TrainingArguments("out", per_device_train_batch_size=8, num_train_epochs=1)
-
-def train(model):
-    trainer = Trainer(model=model, args=args, train_dataset=train_set, eval_dataset=test_set)
-    trainer.train()
-    trainer.save_model("out/final")
-    return trainer.evaluate()
-""",
     "DDP by hand": """
 import os
 import torch.distributed as dist
@@ -237,35 +167,6 @@ def train(epochs=2):
         if dist.get_rank() == 0:
             torch.save(model.module.state_dict(), f"epoch-{epoch}.pt")
     dist.destroy_process_group()
-""",
-    "DDP by hand, plain cuda": """
-def main():
-    rank = setup()
-    torch.cuda.set_device(rank)
-    model = DistributedDataParallel(Net().cuda())
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    for x, y in loader:
-        loss = F.cross_entropy(model(x.cuda(non_blocking=True)), y.to("cuda"))
-        loss.backward()
-        optimizer.step()
-    dist.barrier()
-    if rank:
-        return
-    torch.save(model.state_dict(), "model.pt")
-main()
-""",
-    "Lightning": """
-import lightning as L
-
-class LitModel(L.LightningModule):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self(x), y)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-L.Trainer(max_epochs=1, strategy="ddp").fit(LitModel(), DataLoader(data))
 """,
     "Fabric": """
 from lightning.fabric import Fabric
@@ -299,13 +200,6 @@ def generate(pipe):
         images = pipe(prompts).images
     for i, image in enumerate(images):
         image.save(f"{state.process_index}-{i}.png")
-""",
-    "inference under Accelerate": """
-accelerator = Accelerator()
-model.to(accelerator.device)
-with accelerator.split_between_processes(prompts) as mine:
-    outputs = [model.generate(**tokenizer(p, return_tensors="pt").to(model.device)) for p in mine]
-outputs = gather_object(outputs)
 """,
     "checkpoints": """
 def train(model, loader):
@@ -422,21 +316,6 @@ class Layer:
 def train(model):
     accelerator = Accelerator()
     return Reverse.apply(model(x))
-""",
-    "gradients of the input": """
-def attack(model, x, y):
-    x.requires_grad_()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    return x + 0.1 * x.grad.sign()
-
-def train(model, loader):
-    accelerator = Accelerator()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        accelerator.backward(F.cross_entropy(model(attack(model, x, y)), y))
-        optimizer.step()
 """,
     "device types": """
 def train(model, loader):
@@ -700,17 +579,6 @@ def train(model, loader):
         loss.backward()
         optimizer.step()
     scheduler.step(loss)
-""",
-    "stops early by its own loss": """
-def train(model, loader):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(9):
-        for x, y in loader:
-            loss = criterion(model(x), y)
-            loss.backward()
-            optimizer.step()
-        if loss > best_loss:
-            break
 """,
     "skips batches by its own loss": """
 def train(model, loader):

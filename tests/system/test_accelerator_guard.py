@@ -106,19 +106,6 @@ def test_a_cell_that_fails_is_blamed_too(start_kernel: Callable[..., Notebook], 
     assert "driver.cuInit(0); 1 / 0" in kernel.run("%nbtrain guard").stdout
 
 
-def test_a_call_after_a_sign_is_blamed(start_kernel: Callable[..., Notebook], stub: Path) -> None:
-    kernel = dirty(start_kernel(), stub, "%load_ext nbtrain", "%nbtrain guard off")
-    kernel.run("x = 1\ny = -driver.cuInit(0)\nz = abs(y)")
-    assert "y = -driver.cuInit(0)" in kernel.run("%nbtrain guard").stdout
-
-
-def test_what_was_dirty_before_says_so(start_kernel: Callable[..., Notebook], stub: Path) -> None:
-    kernel = dirty(start_kernel(), stub, "driver.cuInit(0)", "%load_ext nbtrain")
-    out = kernel.run("%distributed -n 2 1")
-    assert out.ename == "AcceleratorInitializedError"
-    assert "First seen: before nbtrain was loaded" in out.traceback
-
-
 def test_asking_torch_for_cuda_stays_harmless_in_the_notebook_only(notebook: Notebook) -> None:
     name = "'PYTORCH_NVML_BASED_CUDA_CHECK'"
     assert notebook.value(f"os.environ.get({name})") == "1"

@@ -69,9 +69,6 @@ SETUP = """
 import asyncio, threading, time, sys
 sys.path.insert(0, {folder!r})
 def touch(): driver.cuInit(0)
-class Later:
-    def __enter__(self): touch()
-    def __exit__(self, *_): pass
 """
 
 CELLS = {

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,27 +125,26 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=KINDS, default=[*KINDS], metavar="KIND")
     options = parser.parse_args()
     chance, seen, wrong = random.Random(options.seed), Counter[str](), 0
-    with tempfile.TemporaryDirectory(prefix="nbtrain-live-stress-") as folder:
-        notebook = Notebook(Path(folder) / "home", Path(folder))
-        try:
-            notebook.run("%load_ext nbtrain\nimport os, time, torch, nbtrain")
-            begin(notebook)
-            before = notebook.value("len(__import__('os').listdir('/proc/self/fd'))")
-            weights = [KINDS[name].weight for name in options.only]
-            warm = memory(notebook)
-            for name in chance.choices(options.only, weights, k=options.cells):
-                seen[name] += 1
-                if seen.total() == options.cells // 5:
-                    warm = memory(notebook)
-                for text in troubles(notebook, KINDS[name], chance.uniform(0.05, 1.6)):
-                    wrong += 1
-                    print(f"cell {seen.total()}, {name}: {text}", flush=True)
-            after = notebook.value("len(__import__('os').listdir('/proc/self/fd'))")
-            grown = memory(notebook) - warm
-            notebook.run("%nbtrain stop")
-            left = notebook.process.children(recursive=True)
-        finally:
-            notebook.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="nbtrain-live-stress-") as folder,
+        closing(Notebook(Path(folder) / "home", Path(folder))) as notebook,
+    ):
+        notebook.run("%load_ext nbtrain\nimport os, time, torch, nbtrain")
+        begin(notebook)
+        before = notebook.value("len(__import__('os').listdir('/proc/self/fd'))")
+        weights = [KINDS[name].weight for name in options.only]
+        warm = memory(notebook)
+        for name in chance.choices(options.only, weights, k=options.cells):
+            seen[name] += 1
+            if seen.total() == options.cells // 5:
+                warm = memory(notebook)
+            for text in troubles(notebook, KINDS[name], chance.uniform(0.05, 1.6)):
+                wrong += 1
+                print(f"cell {seen.total()}, {name}: {text}", flush=True)
+        after = notebook.value("len(__import__('os').listdir('/proc/self/fd'))")
+        grown = memory(notebook) - warm
+        notebook.run("%nbtrain stop")
+        left = notebook.process.children(recursive=True)
     print(f"{options.cells} cells: {dict(seen)}")
     print(f"{wrong} wrong, {after - before} more descriptors, {len(left)} processes left")
     print(f"the kernel's memory: {warm >> 20} MiB after a fifth of them, then {grown >> 20:+} MiB")

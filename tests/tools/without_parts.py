@@ -30,8 +30,7 @@ def remove(names: Collection[str], package: Path) -> None:
 
 def copy_package(names: Collection[str], folder: Path) -> Path:
     """Copy the package into a folder, without some parts; return the folder."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "nbtrain", folder / "nbtrain", ignore=ignored)
+    shutil.copytree(ROOT / "nbtrain", folder / "nbtrain")  # with what is compiled of it
     remove(names, folder / "nbtrain")
     return folder
 

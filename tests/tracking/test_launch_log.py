@@ -16,6 +16,7 @@ import nbtrain
 from nbtrain.errors import RankDied
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import launch_log
+from tests.support.cells import the_last_run
 
 SECRET = "hunter2-of-the-tests"
 
@@ -73,8 +74,7 @@ def test_a_failure_and_signals_are_logged_and_no_argument_and_no_value_of_the_en
 ) -> None:
     with pytest.raises(error, match=SECRET):
         nbtrain.launch(task, SECRET, num_processes=2, env={"TOKEN": SECRET}, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     text = log_of(run)
     for part in ("TOKEN", *logged):
         assert part in text, part

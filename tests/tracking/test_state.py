@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from nbtrain.tracking.overview import run_progress
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import ProgressBar, RunState
 from nbtrain.ui import eta, rank_texts, run_texts, text_summary
-from nbtrain.ui.board import board, log_panel, theme
+from nbtrain.ui.board import board, theme
 from tests.support.runs import picture
 
 
@@ -67,6 +68,11 @@ def test_a_rank_that_trains_has_the_rate_of_its_steps_and_no_bars() -> None:
     mapped = ev.Progress(2.0, 0, bar=0, n=90_000, total=180_000, elapsed=1.0, unit="examples")
     state = fold(picture(1), [ev.Started(1.0, 0, 8), mapped])
     assert rank_texts.pace(state.ranks[0]) == "90,000 examples/s"
+    assert "examples/s" in board.render(state, 9.0)
+    done = fold(state, [replace(mapped, n=180_000, elapsed=2.0, closed=True)])
+    assert "examples/s" not in board.render(done, 9.0)  # while its rank goes on
+    over = fold(done, [ev.Exited(9.0, 0, 0, "done"), ev.Finished(9.0, -1, "succeeded")])
+    assert "examples/s" in text_summary.summary(over, 9.0)  # what the bar came to
     counts = [ev.TrainingUpdate(3.0 + i, 0, steps=1 + 10 * i, elapsed=1.0 + i) for i in range(3)]
     trained = fold(state, counts)
     assert rank_texts.pace(trained.ranks[0]).endswith(" steps/s")
@@ -97,52 +103,6 @@ def test_a_hang_is_told_until_there_is_progress_again() -> None:
     assert fold(state, [ev.Finished(104, -1, "succeeded")]).hang == ""
     state = fold(state, [ev.Hang(103, -1)])
     assert (state.hang, state.ranks[2].hang, state.ranks[0].loss) == ("", "", 1.0)
-
-
-def test_equal_results_and_logs_are_folded() -> None:
-    ended = [ev.Ended(1, r, result="{'accuracy': 0.9}") for r in range(2)]
-    state = fold(picture(), [*ended, *(ev.Output(1, r, ("same",)) for r in range(2))])
-    assert run_texts.results(state) == [("all ranks", "{'accuracy': 0.9}")]
-    assert log_panel.merge_last_lines(state, 8) == [("all ranks", "same")]
-    nothing = fold(picture(), [ev.Ended(1, r, result="None") for r in range(2)])
-    assert run_texts.results(nothing) == []
-
-
-def test_texts_of_ranks_cannot_steer_a_terminal() -> None:
-    said = "\x1b[2Jwipe\x9b2J\n\ud800"
-    state = fold(
-        picture(),
-        [
-            ev.Metrics(1, 0, 1, {said: said}),
-            ev.Progress(1, 0, n=1, total=2, description=said),
-            ev.Output(1, 0, (said,)),
-            ev.Ended(1, 1, result=said),
-            ev.Stopping(1, -1, said),
-        ],
-    )
-    failed = fold(
-        state, [ev.Failing(1, 0, said), ev.Exited(1, 0, 1, "failed", said, ((said, said),))]
-    )
-    over = fold(failed, [ev.Finished(2, -1, "failed", said)])
-    shown = "".join(
-        draw(s, 2.0) for s in (state, over) for draw in (text_summary.summary, board.render)
-    )
-    assert not any(bad in shown for bad in ("\x1b", "\x9b", "\ud800", "wipe\n"))
-    shown.encode()
-    lines = fold(picture(), [ev.Failing(1, 0, "ValueError: \x1b[31m1\r2\x1b[0m\nthree")])
-    assert lines.ranks[0].error == "ValueError: 1 2\nthree"
-
-
-def test_the_echo_of_a_failure_is_told_from_its_cause() -> None:
-    echo = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:1"
-    gone = [ev.Ended(1, 0, echo), ev.Exited(1, 0, 1, "failed")]
-    alone = fold(picture(), gone)
-    assert "Connection closed" in board.render(alone, 2.0)
-    both = fold(alone, [ev.Ended(1, 1, "ValueError: bug"), ev.Exited(1, 1, 1, "failed")])
-    for drawn in (board.render(both, 2.0), text_summary.summary(both, 2.0)):
-        assert "Connection closed" not in drawn
-        assert "lost its peers" in drawn
-        assert "ValueError: bug" in drawn
 
 
 def trained(**facts: object) -> ev.TrainingUpdate:

@@ -18,6 +18,7 @@ from nbtrain.errors import LaunchError, NbtrainError
 from nbtrain.lifecycle import catalog
 from nbtrain.lifecycle.run import Run
 from nbtrain.tracking import limits, pruning, run_folder
+from tests.support.cells import the_last_run
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 STRANGER = 12345
@@ -182,8 +183,7 @@ def test_a_pipe_or_a_device_in_place_of_any_file_of_a_run_holds_nobody(
 
     with contextlib.suppress(ValueError):
         nbtrain.launch(train, num_processes=1, view="none")
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     names = [path.name for path in run.folder.iterdir() if path.is_file()]
     assert {"launcher.jsonl", "rank-0000.jsonl", "rank-0000.log"} < {*names}
     whole = shutil.copytree(run.folder, tmp_path / "whole")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 import pickle
 import sys
 import threading
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from nbtrain import errors
-from nbtrain.hangs.failures import Failure, find_cause, to_exception
+from nbtrain.hangs.failures import Failure, to_exception
 from nbtrain.transport import exceptions, result_pickler
 
 
@@ -69,20 +68,6 @@ def test_the_exceptions_of_a_group_keep_their_lines_and_causes() -> None:
     assert "of the second" in told
 
 
-def test_the_traceback_names_the_users_lines() -> None:
-    def inner() -> None:
-        raise ValueError("x")
-
-    def outer() -> None:
-        inner()
-
-    back = round_trip(raised(outer))
-    entries = traceback.extract_tb(back.__traceback__)
-    assert [e.name for e in entries] == ["raised", "outer", "inner"]
-    assert entries[-1].line == 'raise ValueError("x")'
-    assert entries[-2].line == "inner()"
-
-
 def test_a_class_missing_here_is_told_by_a_stand_in() -> None:
     captured = exceptions.capture(ValueError("x"))
     broken = exceptions.CapturedException("Gone", "text", b"cnowhere\nGone\n.", captured.frames)
@@ -103,24 +88,6 @@ def test_every_error_survives_pickling() -> None:
         assert (type(back), str(back), back.__dict__) == (cls, "message", error.__dict__)
     died = errors.RankDied("m", rank=3, exitcode=2, log="l")
     assert pickle.loads(pickle.dumps(died)).__dict__ == died.__dict__
-
-
-def failure(rank: int, time: float, text: str, kind: type[Exception] = RuntimeError) -> Failure:
-    return Failure(rank, time, exceptions.capture(kind(text)))
-
-
-def test_the_cause_is_found_in_every_order() -> None:
-    cause = failure(2, 10.0, "my bug", ValueError)
-    echoes = [
-        failure(0, 9.9, "[pair.cc:547] Connection closed by peer [127.0.0.1]:1234"),
-        failure(1, 10.1, "Broken pipe"),
-    ]
-    later = failure(3, 11.0, "another bug", KeyError)
-    for order in itertools.permutations([cause, *echoes, later]):
-        assert find_cause(order) is cause
-    assert find_cause(echoes) is echoes[0]
-    died = Failure(4, 10.5, returncode=-9)
-    assert find_cause([*echoes, died]) is died
 
 
 def test_a_death_becomes_rank_died() -> None:

@@ -12,14 +12,6 @@ from nbtrain.errors import ResultNotPicklable
 from nbtrain.transport import result_pickler
 
 
-def test_models_tensors_and_closures_survive() -> None:
-    layer, factor = torch.nn.Linear(2, 2), 3
-    back, function = result_pickler.loads(result_pickler.dumps((layer, lambda x: factor * x)))
-    assert torch.equal(back.weight, layer.weight)
-    assert isinstance(back.weight, torch.nn.Parameter)
-    assert function(2) == 6
-
-
 def test_functions_of_a_notebook_know_their_cell_and_line() -> None:
     source = """
 factor = 2

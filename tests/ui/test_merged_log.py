@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 
-import nbtrain
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.state import RankState, RunState
@@ -55,6 +54,11 @@ def test_a_line_waits_for_other_ranks_that_print_it_soon(
 def test_what_one_rank_prints_alone_keeps_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     state = run_of("x;both", "both;y")
     assert printed(capsys, state) == ["[rank 0] x", "[ranks 0–1] both", "[rank 1] y"]
+    state = run_of("a;shard 0;b;c", "a;shard 1;b", "a;b;c;own")
+    lines = [("all ranks", "a"), ("rank 0", "shard 0"), ("rank 1", "shard 1")]
+    lines += [("all ranks", "b"), ("ranks 0, 2", "c"), ("rank 2", "own")]
+    assert log_panel.merge_last_lines(state, 12) == lines
+    assert log_panel.merge_last_lines(state, 2) == lines[-2:]
 
 
 def test_a_line_is_printed_while_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,16 +67,3 @@ def test_a_line_is_printed_while_the_run_goes_on(capsys: pytest.CaptureFixture[s
         display.update(state, 1.0)
         if "[rank 0] only rank 0" in capsys.readouterr().out:
             break
-
-
-def test_ranks_of_a_launch_print_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    def train() -> None:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        dist.barrier()
-        print(f"[rank {dist.get_rank()}] ready", flush=True)
-        dist.barrier()
-
-    nbtrain.launch(train, num_processes=3)
-    assert "[ranks 0–2] ready" in capsys.readouterr().out

@@ -168,34 +168,3 @@ def test_a_model_that_the_notebook_prepared_for_itself_is_synchronised_in_the_ra
     assert kind == "DistributedDataParallel"
     assert one == other
     assert notebook.value("model.weight.sum().item()") == pytest.approx(one)
-
-
-def train_by_accelerate(model: torch.nn.Module) -> tuple[object, ...]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    prepared = accelerator.prepare(model)
-    keys = list(accelerator.get_state_dict(prepared))
-    return prepared is model, str(accelerator.distributed_type), keys, os.environ["LOCAL_RANK"]
-
-
-def train_by_hand(model: torch.nn.Module) -> tuple[object, ...]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    prepared = torch.nn.parallel.DistributedDataParallel(model)
-    prepared(torch.ones(1, 2)).sum().backward()
-    alone = train_by_accelerate(model)
-    dist.destroy_process_group()
-    return type(prepared).__name__, *alone
-
-
-@pytest.mark.parametrize(
-    "engine", ["fork", "inline", pytest.param("spawn", marks=pytest.mark.slow)]
-)
-def test_a_single_rank_trains_the_model_itself(engine: str) -> None:
-    alone = (True, "DistributedType.NO", ["weight", "bias"], "0")
-    model = torch.nn.Linear(2, 2)
-    assert launch(train_by_accelerate, model, engine=engine).value == alone
-    by_hand = launch(train_by_hand, model, engine=engine).value
-    assert by_hand == ("DistributedDataParallel", *alone)

@@ -15,6 +15,7 @@ import nbtrain
 from nbtrain.lifecycle import supervisor
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker.stopping import StopOnRequest
+from tests.support.cells import the_last_run
 from tests.support.waiting import wait_until
 
 
@@ -31,8 +32,7 @@ def stopper() -> Iterator[threading.Thread]:
 
     def stop() -> None:
         wait_until(is_ready, 40)  # a machine that does other things, too
-        run = nbtrain.last_run()
-        assert run is not None
+        run = the_last_run()
         run.stop()
 
     thread = threading.Thread(target=stop)
@@ -52,8 +52,7 @@ def test_a_loop_that_asks_ends_by_itself_and_its_result_is_there(stopper: thread
     stopper.start()
     with pytest.raises(KeyboardInterrupt):
         nbtrain.launch(train, num_processes=2)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert all(steps > 0 for steps in run.results)
     assert [r.status for r in run.state.ranks] == ["done", "done"]
 
@@ -85,8 +84,7 @@ def test_a_training_is_interrupted_between_two_steps(
     stopper.start()
     with pytest.raises(KeyboardInterrupt):
         nbtrain.launch(train, num_processes=2)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert all(stepped == counted for stepped, counted in run.results)
     assert max(counted for _, counted in run.results) > 2  # the other rank may lag behind
 
@@ -97,8 +95,7 @@ def test_a_stop_that_comes_while_the_launcher_looks_for_one_is_not_lost(
     asked: list[str] = []
 
     def look(_folder: RunFolder) -> None:
-        run = nbtrain.last_run()
-        assert run is not None
+        run = the_last_run()
         if run.state.status == "running" and not asked:
             asked.append("by another thread")
             run._watcher.request_stop(asked[0])

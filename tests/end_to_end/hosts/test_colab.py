@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,12 @@ def colab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         options.append("--ext=google.colab")
     paths = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
     variables = {"PYTHONPATH": paths, "COLAB_RELEASE_TAG": "release-colab"}
-    kernel = Notebook(folder / "home", folder, environment=variables, options=options)
-    kernel.metadata = {"colab": {"cell_id": "q1w2e3r4"}}
-    try:
+    with closing(
+        Notebook(folder / "home", folder, environment=variables, options=options)
+    ) as kernel:
+        kernel.metadata = {"colab": {"cell_id": "q1w2e3r4"}}
         kernel.run("%load_ext nbtrain\nimport nbtrain, os, time, torch")
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.mark.host(

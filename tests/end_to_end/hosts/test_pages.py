@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,26 +15,30 @@ while not os.path.exists("go"):
     time.sleep(0.05)
 nbtrain.rank()
 """
-HUB = {"JUPYTERHUB_USER": "ada", "JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"}
-KAGGLE = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "KAGGLE_CONTAINER_NAME": "kaggle"}
-SAGEMAKER = {"SAGEMAKER_APP_TYPE": "JupyterLab", "AWS_REGION": "eu-west-1"}
-DEEPNOTE = {"DEEPNOTE_PROJECT_ID": "1", "DEEPNOTE_RUNTIME_UUID": "1"}
-DATABRICKS = {"DATABRICKS_RUNTIME_VERSION": "17.3"}
+HOSTS = {
+    "Kaggle": {"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "KAGGLE_CONTAINER_NAME": "kaggle"},
+    "JupyterHub": {"JUPYTERHUB_USER": "ada", "JUPYTERHUB_SERVICE_PREFIX": "/user/ada/"},
+    "SageMaker": {"SAGEMAKER_APP_TYPE": "JupyterLab", "AWS_REGION": "eu-west-1"},
+    "Deepnote": {"DEEPNOTE_PROJECT_ID": "1", "DEEPNOTE_RUNTIME_UUID": "1"},
+    "Databricks": {"DATABRICKS_RUNTIME_VERSION": "17.3"},
+}
 
 
-@pytest.fixture
-def page(request: pytest.FixtureRequest, tmp_path: Path, run_root: Path) -> Iterator[Notebook]:
-    variables: dict[str, str] = request.param
-    kernel = Notebook(run_root, tmp_path, environment=variables)
-    try:
-        kernel.run("%load_ext nbtrain\nimport nbtrain, os, time, torch")
-        yield kernel
-    finally:
-        kernel.close()
+WORKS = "live board, summary that stays"
+TRIED = "its environment variables and a page's messages to a real kernel"
+UNNAMED = "its environment variable, and cells sent without a name, as consoles send them"
 
 
-def check(page: Notebook, host: str, metadata: dict[str, Any] | None = None) -> None:
-    page.metadata = metadata
+@pytest.mark.host("Kaggle", works=WORKS, tried=TRIED)
+@pytest.mark.host("JupyterHub", works=WORKS, tried=TRIED)
+@pytest.mark.host("SageMaker", works=WORKS, tried=TRIED)
+@pytest.mark.host("Deepnote", works=WORKS, tried=TRIED)
+@pytest.mark.host("Databricks", works=WORKS, tried=UNNAMED)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_hosted_page(host: str, start_kernel: Callable[..., Notebook]) -> None:
+    page = start_kernel(environment=HOSTS[host])
+    page.run("%load_ext nbtrain\nimport nbtrain, os, time, torch")
+    page.metadata = {} if host == "Databricks" else None
     go = Path(page.process.cwd()) / "go"
 
     def look(out: Outputs) -> None:  # until the board has moved, the ranks wait
@@ -49,40 +52,3 @@ def check(page: Notebook, host: str, metadata: dict[str, Any] | None = None) -> 
     assert page.value("nbtrain.last_run().results") == [0, 1]
     page.metadata = None
     assert host in page.run("%nbtrain doctor").stdout
-
-
-TRIED = "its environment variables and a page's messages to a real kernel"
-
-
-@pytest.mark.host("Kaggle", works="live board, summary that stays", tried=TRIED)
-@pytest.mark.parametrize("page", [KAGGLE], indirect=True)
-def test_kaggle(page: Notebook) -> None:
-    check(page, "Kaggle")
-
-
-@pytest.mark.host("JupyterHub", works="live board, summary that stays", tried=TRIED)
-@pytest.mark.parametrize("page", [HUB], indirect=True)
-def test_jupyterhub(page: Notebook) -> None:
-    check(page, "JupyterHub")
-
-
-@pytest.mark.host("SageMaker", works="live board, summary that stays", tried=TRIED)
-@pytest.mark.parametrize("page", [SAGEMAKER], indirect=True)
-def test_sagemaker(page: Notebook) -> None:
-    check(page, "SageMaker")
-
-
-@pytest.mark.host("Deepnote", works="live board, summary that stays", tried=TRIED)
-@pytest.mark.parametrize("page", [DEEPNOTE], indirect=True)
-def test_deepnote(page: Notebook) -> None:
-    check(page, "Deepnote")
-
-
-@pytest.mark.host(
-    "Databricks",
-    works="live board, summary that stays",
-    tried="its environment variable, and cells sent without a name, as consoles send them",
-)
-@pytest.mark.parametrize("page", [DATABRICKS], indirect=True)
-def test_databricks(page: Notebook) -> None:
-    check(page, "Databricks", metadata={})

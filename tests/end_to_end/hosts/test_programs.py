@@ -71,22 +71,18 @@ NBCONVERT = ("nbconvert", "--to", "notebook", "--execute", "in.ipynb", "--output
     works="lines while it runs, the summary in the notebook that it writes; parameters",
     tried="the real program",
 )
-@needs("papermill")
-def test_papermill_keeps_the_lines_and_the_summary(tmp_path: Path) -> None:
-    write(tmp_path)
-    run(tmp_path, *PAPERMILL)
-    check(tmp_path, "[0, 1]")
-
-
 @pytest.mark.host(
     "Kaggle",
     works="“Save & Run All”: lines and the summary in the saved version",
     tried="the real papermill with its environment variables",
 )
+@pytest.mark.parametrize("variables", [{}, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}])
 @needs("papermill")
-def test_a_batch_session_of_kaggle(tmp_path: Path) -> None:
+def test_papermill_keeps_the_lines_and_the_summary(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
     write(tmp_path)
-    run(tmp_path, *PAPERMILL, KAGGLE_KERNEL_RUN_TYPE="Batch")
+    run(tmp_path, *PAPERMILL, **variables)
     check(tmp_path, "[0, 1]")
 
 

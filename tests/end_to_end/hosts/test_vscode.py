@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.kernel import Notebook, Outputs
+from tests.support.kernel import Notebook, Outputs, once
 from tests.support.waiting import is_gone, wait_until
 
 CELL = {"cellId": "vscode-notebook-cell:/home/user/train.ipynb#W0sZmlsZQ%3D%3D", "trusted": True}
@@ -27,24 +28,10 @@ WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
 def vscode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     folder: Path = tmp_path_factory.mktemp("vscode")
     variables = {"VSCODE_PID": "1", "VSCODE_CWD": "/"}
-    kernel = Notebook(folder / "home", folder, environment=variables)
-    kernel.metadata = CELL
-    try:
+    with closing(Notebook(folder / "home", folder, environment=variables, warm=True)) as kernel:
+        kernel.metadata = CELL
         kernel.run("%load_ext nbtrain\nimport os, time, torch._dynamo")
         yield kernel
-    finally:
-        kernel.close()
-
-
-def once(text: str, act: Callable[[Outputs], object]) -> Callable[[Outputs], None]:
-    done: list[object] = []
-
-    def during(out: Outputs) -> None:
-        if not done and any(text in str(m.get("value", "")) for m in out.models.values()):
-            done.append(True)
-            act(out)
-
-    return during
 
 
 def reload_window(kernel: Notebook) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.parts.live.contract import JOIN, SUM
 from tests.support.kernel import Notebook, Outputs
 
 STOPS = """def train():
@@ -25,28 +27,14 @@ def half(value):
     dist.all_reduce(torch.ones(1))
 half(7 + nbtrain.rank())"""
 
-SUM = "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt"
-
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder, warm=True)
-    try:
-        assert not kernel.run("%load_ext nbtrain\nimport torch, accelerate, time").ename
-        yield kernel
-    finally:
-        kernel.close()
-
-
-@pytest.fixture(scope="module")
-def live(notebook: Notebook) -> Iterator[Notebook]:
-    started = notebook.run("%nbtrain start -n 2")
+def live(shared_kernel: Notebook) -> Iterator[Notebook]:
+    started = shared_kernel.run("%nbtrain start -n 2")
     assert "2 ranks live" in started.stdout
-    join = "%%distributed\nimport torch.distributed as dist\ndist.init_process_group('gloo')"
-    assert not notebook.run(join).ename
-    yield notebook
-    notebook.run("%nbtrain stop")
+    assert not shared_kernel.run(JOIN).ename
+    yield shared_kernel
+    shared_kernel.run("%nbtrain stop")
 
 
 def plain(out: Outputs) -> str:
@@ -148,8 +136,7 @@ def test_other_ranks_wait_without_a_verdict(notebook: Notebook) -> None:
 
 
 def test_where_nobody_can_type_a_breakpoint_is_refused(tmp_path: Path) -> None:
-    kernel = Notebook(tmp_path / "home", tmp_path, allow_stdin=False)
-    try:
+    with closing(Notebook(tmp_path / "home", tmp_path, allow_stdin=False)) as kernel:
         kernel.run("%load_ext nbtrain")
         out = kernel.run(f"%%distributed -n 1\n{STOPS}")
         assert "breakpoint() cannot ask you here" in out.evalue
@@ -159,8 +146,6 @@ def test_where_nobody_can_type_a_breakpoint_is_refused(tmp_path: Path) -> None:
         started = kernel.run(f"%%distributed -n 1 --background --as run\n{STOPS}")
         assert not started.ename
         assert "cannot ask you here" in kernel.value("(run.wait(), str(run.exception))[1]")
-    finally:
-        kernel.close()
 
 
 def test_after_an_ordinary_run_debug_says_how(notebook: Notebook) -> None:

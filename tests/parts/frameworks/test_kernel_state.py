@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
+from tests.support.cells import needs
 from tests.support.kernel import Notebook
 
 CODES = "[f['code'] for f in nbtrain.last_run().to_dict()['findings']]"
@@ -97,13 +97,6 @@ for use in builtins.uses:
         outcomes[use] = type(error).__name__ + " has computed" * ("has computed" in str(error))
 outcomes
 """
-
-
-def needs(*packages: str) -> None:
-    """Skip a test without importing: TensorFlow takes seconds, and belongs into the kernel."""
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}")
 
 
 @pytest.mark.timeout(600)

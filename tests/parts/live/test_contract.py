@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
@@ -17,12 +18,9 @@ def notebook(
 ) -> Iterator[tuple[Notebook, str]]:
     """A kernel, and the options of its live ranks."""
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder, warm=True)
-    try:
+    with closing(Notebook(folder / "home", folder, warm=True)) as kernel:
         kernel.run("%load_ext nbtrain" + contract.SETUP)
         yield kernel, f"-e {request.param}"
-    finally:
-        kernel.close()
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)

@@ -1,19 +1,16 @@
-"""`memory_needed` and ``%nbtrain memory``: what is told against what is really allocated.
-
-`tests/tools/memory_table.py` prints the same comparison for more models.
-"""
+"""`memory_needed` and ``%nbtrain memory``: what is told against what is really allocated."""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from nbtrain import memory_needed
@@ -22,7 +19,8 @@ from nbtrain.parts.memory import estimate
 from nbtrain.parts.memory.report import PASSES
 from nbtrain.system import gpus
 from tests.support.kernel import Notebook
-from tests.tools import memory_table as table
+
+from . import measured_rows as table
 
 MIB = 1 << 20
 
@@ -55,25 +53,14 @@ def test_sharded_ranks_allocate_no_more_than_is_told() -> None:
 
 
 def small() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
-    )
-
-
-def bert_large() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-        )
-    )
+    return table.bert(hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
 
 
 @pytest.mark.slow
 def test_bert_large_is_told_as_it_was_measured_on_a_gpu() -> None:
-    told = memory_needed(bert_large, "4x512", card="80GB")
+    large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    build = partial(table.bert, **large, intermediate_size=4096, vocab_size=30522)
+    told = memory_needed(build, "4x512", card="80GB")
     assert told.parameters == 335_143_938
     assert told.parts.weights == pytest.approx(1279 * MIB, rel=0.001)
     assert told.peak.total == pytest.approx(7158 * MIB, rel=0.02)  # an H200's peak allocated
@@ -81,17 +68,16 @@ def test_bert_large_is_told_as_it_was_measured_on_a_gpu() -> None:
 
 
 def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
-    wide = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=16384, intermediate_size=16384)
-    told = memory_needed(lambda: transformers.LlamaForCausalLM(wide), "1x64")
+    told = memory_needed(lambda: nn.Sequential(nn.Linear(50_000, 50_000)), "1x50000")
     assert told.total > 30e9
     children = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     assert max(children, psutil.Process().memory_info().rss) < 5e9
 
-    model = small()
+    model = table.mlp()
     state = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
     random = torch.get_rng_state()
     model.eval()
-    memory_needed(model, "2x16", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    memory_needed(model, "2x256", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     after = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
     assert after == state
     assert not model.training
@@ -100,10 +86,12 @@ def test_nothing_is_allocated_and_the_model_stays_as_it_is() -> None:
 
 
 def test_a_frozen_backbone_has_no_gradients_and_no_states() -> None:
-    model = small()
-    model.bert.requires_grad_(False)
-    told = memory_needed(model, "4x128").parts
-    assert 0 < told.gradients + told.optimizer_states < 0.01 * told.weights
+    model = table.mlp()
+    model[:-1].requires_grad_(False)
+    head = sum(p.numel() for p in model[-1].parameters())
+    told = memory_needed(model, "4x256").parts
+    assert told.gradients == 4 * head
+    assert told.optimizer_states == pytest.approx(8 * head, rel=0.01)
 
 
 def test_an_optimizer_of_the_notebooks_counts_as_it_is() -> None:

@@ -15,6 +15,7 @@ from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.part import Typed
 from nbtrain.parts.scaling import measure
 from nbtrain.parts.scaling.report import ScalingReport, Size
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook
 
 ONE = Size(1, [0.010, 0.011, 0.0125], batch=64)
@@ -130,8 +131,7 @@ def test_each_size_runs_from_the_same_weights_and_no_weights_come_back(
     assert [row["ranks"] for row in found.rows] == [1, 2]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines] == ["1 rank", "2 ranks", "2 ranks", "1 rank"]
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert run.folder.name.endswith(".scaling")  # they count by themselves
     assert "did not join" not in repr(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
@@ -28,11 +29,8 @@ def with_tpu(kernel: Notebook, chips: int, arguments: str = "") -> Notebook:
 def shared_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """One kernel with four chips, in which nothing may initialise XLA."""
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder)
-    try:
+    with closing(Notebook(folder / "home", folder)) as kernel:
         yield with_tpu(kernel, 4)
-    finally:
-        kernel.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
@@ -11,9 +12,6 @@ from tests.support.kernel import Notebook
 
 from .conftest import with_tpu
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(240)]
 
 TRAIN = """%%distributed
@@ -30,12 +28,9 @@ accelerator.distributed_type.value, str(weight.device)"""
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """A kernel with two chips."""
     folder = tmp_path_factory.mktemp("kernel")
-    kernel = Notebook(folder / "home", folder)
-    try:
+    with closing(Notebook(folder / "home", folder)) as kernel:
         with_tpu(kernel, 2).run(contract.SETUP)
         yield kernel
-    finally:
-        kernel.close()
 
 
 @pytest.fixture

@@ -14,9 +14,6 @@ from nbtrain.lifecycle.run import Run
 from tests.support.kernel import Notebook
 from tests.support.waiting import wait_until
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 MODEL = 400  # MiB
@@ -92,16 +89,3 @@ def test_one_model_is_shared_and_moved_by_one_rank_at_a_time(
     assert told["before"] <= base + 1.15 * MODEL  # built in each rank: 4 times
     assert told["peak"] <= told["after"] + 0.6 * MODEL
     assert kernel.value("nbtrain.last_run().results") == [40] * 4
-
-
-def test_a_crash_that_may_be_for_memory_says_how_ranks_share_a_model(
-    shared_kernel: Notebook,
-) -> None:
-    out = shared_kernel.run(
-        "%%distributed\ndef train(epochs=3):\n    os.kill(os.getpid(), signal.SIGSEGV)"
-    )
-    assert out.ename == "RankDied"
-    shown = out.traceback
-    assert "load the model once, in a cell above" in shown
-    assert "most recent call first" in shown
-    assert "compiling.py" not in shown  # a thread that did not crash

@@ -16,9 +16,6 @@ from tests.support.paths import NOTEBOOKS
 
 from .conftest import SETUP
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 PATH = NOTEBOOKS / "tpu.ipynb"

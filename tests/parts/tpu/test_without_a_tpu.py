@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 SCRIPT = """

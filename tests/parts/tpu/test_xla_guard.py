@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 DIRTY = (
@@ -88,15 +83,3 @@ def test_each_way_to_initialise_xla_is_refused_and_its_cell_named(tmp_path: Path
         assert "guard: []" in said
         assert "initialised XLA" not in said
         assert "launched: [1, 1]" in said, said
-
-
-def test_a_notebook_is_told_at_the_cell_and_again_at_the_launch(
-    start_tpu_kernel: Callable[..., Notebook],
-) -> None:
-    notebook = start_tpu_kernel(2)
-    notebook.run("os.environ['PJRT_DEVICE'] = 'CPU'")
-    out = notebook.run("import torch_xla.runtime as xr\nxr.world_size()")
-    assert "line 2: `xr.world_size()` initialised XLA" in out.stdout
-    out = notebook.run("%distributed --engine xla 1")
-    assert out.ename == "AcceleratorInitializedError"
-    assert "`xr.world_size()`" in out.evalue

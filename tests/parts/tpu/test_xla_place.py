@@ -11,9 +11,6 @@ from nbtrain.parts.tpu import xla
 from nbtrain.system.tpu import _GENERATIONS, _GOOGLE
 from tests.support.tpu_environment import KAGGLE, STALE
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 V3 = {

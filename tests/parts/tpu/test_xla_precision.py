@@ -6,9 +6,6 @@ import pytest
 
 from tests.support.kernel import Notebook
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 CELL = """
@@ -37,11 +34,6 @@ def told(kernel: Notebook, options: str, inside: str = "if True:") -> list[objec
     first, *others = kernel.value("nbtrain.last_run().results")
     assert all(other == first for other in others)
     return list(first)
-
-
-@pytest.fixture
-def notebook(shared_kernel: Notebook) -> Notebook:
-    return shared_kernel
 
 
 def test_bf16_is_every_float_from_the_first_tensor_on(notebook: Notebook) -> None:

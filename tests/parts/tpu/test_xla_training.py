@@ -8,9 +8,6 @@ import pytest
 
 from tests.support.kernel import Notebook
 
-pytest.importorskip(
-    "torch_xla", reason="needs torch_xla: pip install -r tests/requirements/xla.txt"
-)
 pytestmark = pytest.mark.xla
 
 MODEL = """

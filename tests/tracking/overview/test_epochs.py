@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
+from tests.support.loop_table import transformers_trainer
 from tests.support.runs import launch
 
 
@@ -52,30 +51,10 @@ def test_a_plain_loop_has_a_row_an_epoch_and_the_best_is_marked() -> None:
 
 def test_the_table_of_the_trainer_has_its_evaluations() -> None:
     def train() -> None:
-        from transformers import Trainer, TrainingArguments
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(4, 1)
-
-            def forward(self, x: Any, labels: Any) -> Any:
-                return {"loss": self.layer(x).pow(2).mean()}
-
-        rows = [{"x": torch.randn(4), "labels": torch.ones(1)} for _ in range(16)]
-        arguments = TrainingArguments(
-            output_dir="unused",
-            per_device_train_batch_size=4,
-            num_train_epochs=3,
-            eval_strategy="epoch",
-            logging_strategy="epoch",
-            save_strategy="no",
-            report_to="none",
-            dataloader_pin_memory=False,
-            remove_unused_columns=False,
-            prediction_loss_only=True,
-        )
-        Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows).train()  # type: ignore[arg-type]
+        rows = [{"x": torch.randn(3), "labels": torch.ones(1)} for _ in range(16)]
+        each = {"eval_strategy": "epoch", "logging_strategy": "epoch", "num_train_epochs": 3}
+        batches = {"per_device_train_batch_size": 4, "prediction_loss_only": True}
+        transformers_trainer(rows, rows, **each, **batches).train()
 
     table = launch(train).epochs
     assert list(table["epoch"]) == [1, 2, 3]

@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +15,11 @@ from nbtrain.errors import MissingExtra, NbtrainError, PlanError
 from nbtrain.tracking.event_log import EventWriter
 from nbtrain.tracking.events import TrainingUpdate
 
-pd = pytest.importorskip("pandas")
-
 
 @pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path))
+def pd() -> Any:
+    """Return pandas: imported here, and not by each process that collects the tests."""
+    return pytest.importorskip("pandas")
 
 
 def logging_run(steps: int = 300) -> nbtrain.Run:
@@ -80,14 +79,14 @@ def test_without_runs_and_of_a_run_that_said_nothing_tables_are_empty() -> None:
     assert len(run.history) == 0
 
 
-def test_a_reopened_run_draws_and_tells_the_same() -> None:
+def test_a_reopened_run_draws_and_tells_the_same(pd: Any) -> None:
     run = logging_run()
     again = nbtrain.Run.open(run.folder)
     assert again._repr_html_() == run._repr_html_()
     pd.testing.assert_frame_equal(again.history, run.history)
 
 
-def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it() -> None:
+def test_runs_are_compared_by_what_they_were_given_and_what_came_of_it(pd: Any) -> None:
     def train(lr: float, epochs: int = 3, data: object = None) -> None:
         nbtrain.log(loss=lr + nbtrain.rank(), epochs=epochs - 1)
 

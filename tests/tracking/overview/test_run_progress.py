@@ -1,4 +1,4 @@
-"""What the board shows of a dozen loops, at five moments each, against what the loops knew."""
+"""What the board shows of eight loops, at five moments each, against what the loops knew."""
 
 from __future__ import annotations
 
@@ -156,75 +156,6 @@ def steps_without_a_loader(max_steps: int = 80) -> list[Truth]:
     return work.diary
 
 
-def trainer() -> list[Truth]:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    work = Work()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, x: Any) -> Any:
-            time.sleep(PAUSE)
-            return {"loss": self.layer(x).pow(2).mean()}
-
-    class Diary(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            epoch = min(4, (state.global_step - 1) // 20 + 1)
-            work.note(epoch, state.global_step / 80)
-
-    rows = [{"x": torch.randn(4)} for _ in range(80)]
-    arguments = TrainingArguments(
-        output_dir="unused",
-        per_device_train_batch_size=4,
-        num_train_epochs=4,
-        logging_steps=1000,
-        save_strategy="no",
-        report_to="none",
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
-    Trainer(Model(), arguments, train_dataset=rows, callbacks=[Diary()]).train()  # type: ignore[arg-type]
-    return work.diary
-
-
-def lightning() -> list[Truth]:
-    import warnings
-
-    import lightning
-
-    warnings.simplefilter("ignore")
-    work = Work()
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def training_step(self, batch: Any, _index: int) -> Any:
-            time.sleep(PAUSE)
-            return self.layer(batch[0]).pow(2).mean()
-
-        def on_train_batch_end(self, _outputs: Any, _batch: Any, index: int) -> None:
-            epoch = self.trainer.current_epoch
-            work.note(epoch + 1, (20 * epoch + index + 1) / 80)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    lightning.Trainer(
-        max_epochs=4,
-        limit_train_batches=20,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-    ).fit(Module(), loader(40))
-    return work.diary
-
-
 LOOPS: list[Callable[[], list[Truth]]] = [
     plain,
     nested_bars,
@@ -234,8 +165,6 @@ LOOPS: list[Callable[[], list[Truth]]] = [
     validation_inside,
     a_stream,
     steps_without_a_loader,
-    trainer,
-    lightning,
 ]
 
 

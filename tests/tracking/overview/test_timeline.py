@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
 from nbtrain.tracking.overview import timeline
+from tests.support.cells import the_last_run
 from tests.support.runs import launch
 
 
@@ -62,8 +63,7 @@ def test_the_strip_of_a_rank_that_fails_ends_red_and_the_other_waits() -> None:
 
     with pytest.raises(ValueError, match="now"):
         launch(fail, n=2)
-    run = nbtrain.last_run()
-    assert run is not None
+    run = the_last_run()
     assert next(failed(run)) == "f"
     assert [name in strips(run)[0] for name in "cf"] == [True, True]
 

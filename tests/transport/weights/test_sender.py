@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import resource
 import sys
 import threading
@@ -20,6 +19,7 @@ import nbtrain
 from nbtrain.errors import NbtrainError, PlanError, ResultsLost
 from nbtrain.tracking import run_folder
 from nbtrain.ui import text_summary
+from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook, by_all
 from tests.support.waiting import wait_until
 
@@ -239,16 +239,6 @@ def test_a_tensor_parallel_model_comes_home_whole() -> None:
     assert not any(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
-def test_an_attempt_that_failed_leaves_nothing_to_load() -> None:
-    def train(model: Any) -> None:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            fill(model, 99)
-            raise OSError
-
-    done = run(train, Net(), max_restarts=1)
-    assert not RunFiles(done).weights()
-
-
 class RunFiles:
     def __init__(self, done: nbtrain.Run) -> None:
         self.folder = run_folder.RunFolder(done.folder)
@@ -308,8 +298,7 @@ def test_after_a_failure_the_user_decides() -> None:
     model, other = Net(), Net()
     with pytest.raises(ZeroDivisionError):
         run(_fails, model)
-    done = nbtrain.last_run()
-    assert done is not None
+    done = the_last_run()
     assert not (model.embed.weight == 3).any()
     assert "rank 0 saved its weights" in text_summary.summary(done.state, 0)
     nbtrain.Run.open(done.folder).load(other)
@@ -574,29 +563,6 @@ def test_inline_the_model_is_the_very_object() -> None:
         nbtrain.launch(int, engine="inline", sync=False, view="none")
 
 
-def test_the_notebooks_process_is_as_it_was() -> None:
-    def look() -> Any:
-        return (
-            torch.get_rng_state().tolist(),
-            random.getstate(),
-            sorted(os.listdir("/proc/self/fd")),
-            threading.active_count(),
-        )
-
-    model = Net()
-    run(fill, model, 1)  # safetensors is imported
-    before = look()
-    run(fill, model, 2)
-    assert look() == before
-    assert (model.embed.weight == 2).all()
-
-
-def test_the_last_runs_keep_their_weights() -> None:
-    done = [run(fill, Net(), value) for value in range(1, 6)]
-    kept = [bool(RunFiles(one).weights()) for one in done]
-    assert kept == [False, False, True, True, True]
-
-
 def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() -> None:
     def train(model: Any, small: Any) -> int:
         fill(model, 1)
@@ -609,35 +575,13 @@ def test_a_full_disk_that_takes_the_weights_fails_the_run_and_leaves_the_rest() 
     before = model.weight.detach().clone()
     with pytest.raises(ResultsLost, match=r"`model` could not be saved .*File too large.*ulimit"):
         run(train, model, small)
-    done = nbtrain.last_run()
-    assert done is not None
+    done = the_last_run()
     assert done.results == [5, 5]
     assert done.state.status == "failed"
     assert done.failure is not None
     assert done.failure.kind == "results lost"
     assert torch.equal(model.weight, before)
     assert (small.weight == 1).all()
-
-
-def test_cells(notebook: Notebook) -> None:
-    notebook.run("model = torch.nn.Linear(4, 4); other = model; losses = None")
-    train = """%%distributed -n 2 --out losses,rank@all
-import os
-losses, rank = [], int(os.environ["RANK"])
-def train(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=.1)
-    for _ in range(3):
-        loss = model(torch.ones(2, 4)).sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model.weight.detach()
-"""
-    out = notebook.run(train)
-    assert not out.ename, out.traceback
-    assert "model: 20 parameters updated from rank 0" in out.board
-    assert notebook.value("len(losses), rank") == (3, [0, 1])
-    assert notebook.value("model is other and model.weight.equal(nbtrain.last_run().value)")
 
 
 @pytest.mark.parametrize(

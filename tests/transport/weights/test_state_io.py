@@ -13,7 +13,7 @@ from nbtrain.errors import NbtrainError
 from nbtrain.transport.weights import state_io
 from nbtrain.transport.weights.models import named_tensors
 from nbtrain.transport.weights.state_io import WeightFile, WeightReader
-from nbtrain.transport.weights.tensors import fingerprints, has_same_bits, is_lazy
+from nbtrain.transport.weights.tensors import fingerprints, is_lazy
 
 
 class Net(torch.nn.Module):
@@ -249,21 +249,3 @@ def test_a_fingerprint_tells_every_change(change: Any) -> None:
     assert before == fingerprints(named_tensors(net))
     change(net)
     assert before != fingerprints(named_tensors(net))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("begin", [0, 1])
-@pytest.mark.parametrize("size", [0, 25])
-def test_tensors_are_the_same_if_all_their_bits_are(
-    dtype: torch.dtype, begin: int, size: int
-) -> None:
-    """Wherever they begin in their storages, and however many there are."""
-    one = torch.ones(30, dtype=dtype)[begin : begin + size]
-    other = torch.ones(size, dtype=dtype)
-    assert has_same_bits(one, other)
-    if size and dtype is not torch.bool:
-        one[0] = other[0] = torch.nan
-        assert has_same_bits(one, other)
-    if size:
-        other[-1] = 0
-        assert not has_same_bits(one, other)

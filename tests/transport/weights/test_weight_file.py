@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
-import resource
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -149,18 +147,6 @@ def test_safetensors_reads_every_kind_of_tensor(path: Path) -> None:
     with WeightReader(path) as file:
         file.check()
         assert file.about["not_finite"] == ["nan"]
-
-
-def test_what_the_disk_refuses_is_an_oserror(path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as raised:
-            save(WeightFile({"a": torch.ones(4096)}), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert raised.value.errno == errno.EFBIG
-    assert raised.value.strerror == os.strerror(errno.EFBIG)
 
 
 def test_what_is_no_file_of_this_user_is_refused_at_once(path: Path, tmp_path: Path) -> None:

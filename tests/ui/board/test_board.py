@@ -235,25 +235,6 @@ def test_axes_are_as_they_were_chosen() -> None:
     assert drawn[None] == drawn[False]
 
 
-def test_lines_of_several_ranks_are_folded_though_they_interleave() -> None:
-    start = RunState("train()", "fork", tuple(RankState(r) for r in range(3)), created=100.0)
-    said = [
-        ("loading", "shard 0", "epoch 1", "epoch 2"),
-        ("loading", "shard 1", "epoch 1"),
-        ("loading", "epoch 1", "epoch 2", "only rank 2"),
-    ]
-    state = fold(start, [ev.Output(1, r, lines) for r, lines in enumerate(said)])
-    assert log_panel.merge_last_lines(state, 12) == [
-        ("all ranks", "loading"),
-        ("rank 0", "shard 0"),
-        ("rank 1", "shard 1"),
-        ("all ranks", "epoch 1"),
-        ("ranks 0, 2", "epoch 2"),
-        ("rank 2", "only rank 2"),
-    ]
-    assert [line for _, line in log_panel.merge_last_lines(state, 2)] == ["epoch 2", "only rank 2"]
-
-
 def test_lines_that_differ_in_the_ranks_number_alone_are_one() -> None:
     start = RunState("train()", "fork", tuple(RankState(r) for r in range(12)), created=100.0)
     said = [

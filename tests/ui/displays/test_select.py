@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,22 +11,9 @@ import pytest
 
 from nbtrain.ui.displays import select
 from nbtrain.ui.displays.widget_board import _VIEW
-from tests.support.kernel import Notebook, Outputs
+from tests.support.kernel import Notebook, Outputs, once
 
 WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
-
-
-def _once(ready: str, act: Callable[[Outputs], None]) -> Callable[[Outputs], None]:
-    """Return what acts once, when the board shows the text."""
-    done: list[bool] = []
-
-    def during(out: Outputs) -> None:
-        shown = any(ready in str(state.get("value", "")) for state in out.models.values())
-        if shown and not done:
-            done.append(True)
-            act(out)
-
-    return during
 
 
 def _check_what_is_left(out: Outputs) -> None:
@@ -70,7 +56,7 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
         stop(out)
         states.extend(dict(s) for s in out.models.values() if s.get("disabled"))
 
-    stop = _once("ready", click)
+    stop = once("ready", click)
     out = notebook.run(WAITS, during=look)
     assert out.ename == "KeyboardInterrupt", out
     assert "by the Stop button" in out.evalue
@@ -81,9 +67,6 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
     assert states[-1]["description"] == "stopping…"
     _check_what_is_left(out)
     assert notebook.value("nbtrain.last_run().state.status") == "interrupted"
-
-
-LOSS, ACCURACY = 'aria-label="loss:', 'aria-label="accuracy:'
 
 
 def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebook) -> None:
@@ -100,7 +83,7 @@ def test_a_click_shows_where_every_rank_is_and_another_hides_it(notebook: Notebo
         if panels and not stacks and not stopped:
             stopped.append(notebook.click(out.button()[0]))
 
-    start = _once("ready", lambda out: notebook.click(out.button("search")[0]) and None)
+    start = once("ready", lambda out: notebook.click(out.button("search")[0]) and None)
     out = notebook.run(WAITS, during=look)
     assert out.ename == "KeyboardInterrupt"
     assert "rank 0" in panels[0]
@@ -126,7 +109,7 @@ def test_what_waits_behind_the_cell_is_done_after_it_once_and_in_order(notebook:
         notebook.click(out.button()[0])
 
     replies: list[dict[str, Any]] = []
-    out = notebook.run(WAITS, during=_once("ready", queue), replies=replies)
+    out = notebook.run(WAITS, during=once("ready", queue), replies=replies)
     assert out.ename == "KeyboardInterrupt"
     while len(replies) < len(requests) + 2:
         replies.append(notebook.client.get_shell_msg(timeout=30))
@@ -169,7 +152,7 @@ def test_a_page_that_is_reloaded_gets_the_widgets_while_the_cell_runs(notebook: 
             states.append(answer["states"])
             notebook.click(button[0])
 
-    start = _once("ready", reload)
+    start = once("ready", reload)
     out = notebook.run(WAITS, during=look)
     assert out.ename == "KeyboardInterrupt"
     assert button[0] in found[0]
@@ -264,7 +247,7 @@ def test_a_click_that_comes_through_a_subshell_is_heard_too(notebook: Notebook) 
         message["header"]["subshell_id"] = subshell
         client.shell_channel.send(message)
 
-    out = notebook.run(WAITS, during=_once("ready", click))
+    out = notebook.run(WAITS, during=once("ready", click))
     assert out.ename == "KeyboardInterrupt"
     assert "by the Stop button" in out.evalue
     client.control_channel.send(

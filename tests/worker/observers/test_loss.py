@@ -149,21 +149,13 @@ def an_accumulation_by_hand(how: str, shares: int) -> None:
         optimizer.step()
 
 
-def of_two(is_logged: bool) -> None:
+@TABLE.row(loss=3.0)
+def the_last_of_two_losses_of_a_step() -> None:
     w, optimizer = one_weight()
     for _ in range(3):
-        first, last = 5 * w.sum(), w.sum()
-        first.backward()
-        last.backward()
+        (5 * w.sum()).backward()
+        w.sum().backward()
         optimizer.step()
-        if is_logged:
-            nbtrain.log(loss=first + last)
-
-
-@pytest.mark.parametrize(("is_logged", "loss"), [(False, 3.0), (True, 18.0)])
-def test_of_two_losses_the_last_is_shown_or_what_is_logged(is_logged: bool, loss: float) -> None:
-    history = launch(of_two, is_logged).history
-    assert set(history["loss"].dropna()) == {loss}
 
 
 TOGETHER, ALONE = split_rows(TABLE)

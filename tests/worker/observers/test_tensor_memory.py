@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import nbtrain
-from nbtrain.system import instrumentation
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
-from nbtrain.worker import hooks
-from nbtrain.worker.hooks.hook_state import state
-from nbtrain.worker.observers import tensor_memory
 from nbtrain.worker.observers.tensor_memory import TensorMemoryMeter, count_tensors
 
 
@@ -70,32 +65,16 @@ class Log:
         self.write = self.events.append
 
 
-def test_nothing_is_kept_alive_and_no_error_reaches_the_step(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_kept_alive() -> None:
     import weakref
 
-    log = Log()
-    seen = TensorMemoryMeter(log, 0)  # type: ignore[arg-type]
+    seen = TensorMemoryMeter(Log(), 0)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
     seen.on_first_step(optimizer)
     seen.on_step(optimizer, 100.0)
     gone = weakref.ref(optimizer)
     del optimizer
     assert gone() is None
-
-    def hostile(*_: Any) -> None:
-        raise ValueError("no")
-
-    monkeypatch.setattr(tensor_memory, "count_tensors", hostile)
-    monkeypatch.setattr(state, "broken", set())
-    other = torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    with instrumentation.scope():
-        hooks.add(TensorMemoryMeter(log, 0))  # type: ignore[arg-type]
-        for _ in range(2):
-            other.step()
-    said = capsys.readouterr().err
-    assert said.count("counting memory stopped (ValueError: no); the training continues") == 1
 
 
 def test_a_rank_of_fsdp_counts_its_own_shards_and_a_model_that_is_handed_over_is_seen() -> None:

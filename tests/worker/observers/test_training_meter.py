@@ -117,11 +117,6 @@ def test_steps_and_the_place_are_those_of_the_loop() -> None:
     check_at_once(TABLE.rows)
 
 
-def test_without_telemetry_nothing_of_a_training_is_reported() -> None:
-    quiet = events(launch(plain_loop, telemetry=()))
-    assert {type(e) for e in quiet} <= {ev.Started, ev.Ended}
-
-
 def accelerated(log_with: Any = None) -> tuple[float, int]:
     from accelerate import Accelerator
 

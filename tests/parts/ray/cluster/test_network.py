@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
 from .conftest import on
-from .runs import DDP, RESUMES, check_the_quickstart
+from .runs import RESUMES, check_the_quickstart
 from .two_hosts import Hosts, cannot
 
 CUT = 10.0
@@ -64,18 +64,6 @@ def notebook(hosts: Hosts, folder: Path) -> Iterator[Notebook]:
     kernel = Notebook(folder / "home", folder, prefix=hosts.near.prefix)
     with on(hosts.address, kernel) as one:
         yield one
-
-
-def test_a_cell_trains_on_two_hosts_and_the_weights_come_home(notebook: Notebook) -> None:
-    notebook.run("torch.manual_seed(0); model = torch.nn.Linear(4, 1)")
-    out = notebook.run(f"%%distributed -e ray --nodes 2 -n 2\n{DDP}", timeout=120)
-    assert not out.ename, out.traceback
-    notebook.run("run = nbtrain.last_run()")
-    first, second = notebook.value("run.results")
-    assert first == second == notebook.value("[p.tolist() for p in model.parameters()]")
-    assert set(notebook.value("[r.node for r in run.state.ranks]")) == {"near", "far"}
-    assert "near" in out.board
-    assert "far" in out.board
 
 
 def test_the_quickstart_trains_on_two_hosts_to_the_bits_of_fresh_processes_here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     TensorDataset,
 )
 
@@ -165,6 +167,35 @@ def only_one_trains() -> None:
         Learner().train()
 
 
+class Shards(IterableDataset[Any]):
+    """A stream that gives each rank samples of its own."""
+
+    def __iter__(self) -> Any:
+        return itertools.islice(iter(DATA), nbtrain.rank(), None, nbtrain.world_size())
+
+
+def ddp_on_a_stream_that_shards_itself() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(parts()[0])
+    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(Shards()))
+
+
+def averages_gradients_by_hand() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, optimizer = parts()
+    for x, y in batches(sampler=DistributedSampler(DATA)):
+        (model(x) - y).pow(2).mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Drawn(Dataset[Any]):
     """Samples that are drawn by chance, whichever is asked for."""
 
@@ -193,6 +224,7 @@ RIGHT = [
     *(ddp, accelerate, fsdp, tensor_parallel, trainer, inference),
     *(sweep, only_one_trains, ddp_on_samples_drawn_by_rank),
     *(members_of_an_ensemble, averages_weights_now_and_then),
+    *(ddp_on_a_stream_that_shards_itself, averages_gradients_by_hand),
 ]
 
 

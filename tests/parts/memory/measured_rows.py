@@ -1,24 +1,17 @@
-"""`nbtrain.memory_needed` against what ranks really allocate, on the CPU. From the repository root:
+"""What `nbtrain.memory_needed` tells, and what ranks really allocate, on the CPU.
 
-    python tests/tools/memory_table.py         # everything, some minutes on two cores
-
-Each row trains a small model for two steps under Accelerate in real ranks, adds up what PyTorch's
-CPU allocator gave out and took back (the profiler's memory events), and compares the peak with what
-was told before. Rows of FSDP use ``fully_shard``. Nothing here is held against a wall time.
+Each row trains a small model for two steps under Accelerate in real ranks, and adds up what
+PyTorch's CPU allocator gave out and took back (the profiler's memory events). Rows of FSDP use
+``fully_shard``.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import torch
-import transformers
 from torch import nn
 
 import nbtrain
@@ -56,19 +49,17 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 512), *wide, nn.Linear(512, 10))
 
 
-def bert() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            hidden_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=1024,
-            vocab_size=8000,
-        )
-    )
+def bert(**sizes: int) -> nn.Module:
+    import transformers
+
+    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {**small, "intermediate_size": 1024, "vocab_size": 8000, **sizes}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**config))
 
 
 def gpt2() -> nn.Module:
+    import transformers
+
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_embd=256, n_layer=4, n_head=4, vocab_size=8000, bos_token_id=0, eos_token_id=0
@@ -77,6 +68,8 @@ def gpt2() -> nn.Module:
 
 
 def vit() -> nn.Module:
+    import transformers
+
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
             hidden_size=192,
@@ -87,33 +80,6 @@ def vit() -> nn.Module:
             patch_size=8,
         )
     )
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "mlp": (mlp, (256,)),
-    "bert": (bert, (128,)),
-    "vit": (vit, ()),
-    "gpt2": (gpt2, (128,)),
-}
-
-
-def rows() -> Iterator[Row]:
-    """Yield the table: every model alone in both precisions, then two ranks, then optimizers."""
-    for name, (build, shape) in MODELS.items():
-        for precision in ("no", "bf16"):
-            for count in (1, 16):
-                yield Row(name, build, count, shape, precision)
-    for strategy in ("ddp", "fsdp"):
-        for name in ("bert", "gpt2"):
-            for precision in ("no", "bf16"):
-                yield Row(name, *_of(name, 8), precision, 2, strategy)
-    for optimizer in ("adam", "sgd", "sgd-momentum", "rmsprop", "adagrad"):
-        yield Row("mlp", *_of("mlp", 4), optimizer=optimizer)
-
-
-def _of(name: str, count: int) -> tuple[Callable[[], nn.Module], int, tuple[int, ...]]:
-    build, shape = MODELS[name]
-    return build, count, shape
 
 
 def told(row: Row) -> int:
@@ -192,10 +158,9 @@ def _prepared(row: Row) -> tuple[Any, Any]:
 
 
 def _optimizer(model: nn.Module, row: Row) -> Any:
-    names = {n.lower(): n for n in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")}
-    name, _, momentum = row.optimizer.partition("-")
-    options = {"momentum": 0.9} if momentum else {}
-    return getattr(torch.optim, names[name])(model.parameters(), lr=1e-4, **options)
+    if row.optimizer == "sgd-momentum":
+        return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
 def _shard(model: Any, half: torch.dtype | None) -> None:
@@ -218,17 +183,3 @@ def _inputs(row: Row) -> dict[str, Any]:
         return {"pixel_values": torch.randn(rows, 3, 96, 96), "labels": labels}
     ids = torch.zeros(rows, *shape, dtype=torch.int64)
     return {"input_ids": ids, "labels": ids.clone() if row.name == "gpt2" else labels}
-
-
-def main() -> None:
-    print("| model | precision | batch | optimizer | ranks | told | measured | told / measured |")
-    print("|" + "---|" * 8)
-    for row in rows():
-        expected, found = told(row), measured(row)
-        sizes = f"{expected / 2**20:.1f} MiB | {found / 2**20:.1f} MiB"
-        print(f"| {row.words} | {sizes} | {expected / found:.3f} |", flush=True)
-
-
-if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
-    main()
