@@ -121,6 +121,8 @@ def _parts_of_packages() -> dict[str, Part]:
             part = point.load()
             if not isinstance(part, Part):
                 raise TypeError(f"{point.value} is a {type(part).__name__}, not a Part")
+            for reference in filter(None, (part.launch_side, part.rank_side)):
+                load(reference)  # which every launch uses
             found[point.name] = part
         except Exception as error:  # a broken package must not end nbtrain
             broken[point.name] = f"{type(error).__name__}: {error}"
@@ -157,6 +159,12 @@ def engines() -> dict[str, str]:
     """Return the references of the parts' engines, by name."""
     references = _merge(*(each.engines for each in parts().values()))
     return {name: _full(reference) for name, reference in references.items()}
+
+
+def engines_of_packages() -> dict[str, str]:
+    """Return the references of engines that parts of other packages add, by name."""
+    added = (each.engines for name, each in parts().items() if name not in TABLE)
+    return _merge(*added)
 
 
 def rank_sides(device: str) -> tuple[str, ...]:

@@ -155,6 +155,7 @@ version = "1.0"
 [project.entry-points."nbtrain.parts"]
 tally = "tally:PART"
 absent = "no_such_module:PART"
+sideless = "tally:SIDELESS"
 
 [tool.setuptools]
 packages = ["tally"]
@@ -172,6 +173,7 @@ PART = Part(
     launch_side="tally.notebook:TallyLaunch",
     rank_side="tally.rank:TallyRank",
 )
+SIDELESS = Part(launch_side="tally.nowhere:Side")
 ''',
     "tally/notebook.py": """
 from nbtrain.part_api import LaunchSide, Plan, Typed
@@ -258,4 +260,6 @@ def test_another_package_adds_a_part(tmp_path: Path) -> None:
         "tally (of other packages)",
         "without absent, which cannot be imported "
         "(ModuleNotFoundError: No module named 'no_such_module')",
+        "without sideless, which cannot be imported "
+        "(ModuleNotFoundError: No module named 'tally.nowhere')",
     ], done.stderr[-3000:]

@@ -29,7 +29,6 @@ from ..ui.displays.html_display import ipython_shell
 from ..ui.summary import to_json_value
 from . import cell_watch
 
-_PAGE_WIDTH_CHARS = 80
 _LABEL_WIDTH_CHARS = 14
 
 _PACKAGES = "accelerate transformers torch_xla ipython ipykernel ipywidgets cloudpickle"
@@ -268,13 +267,12 @@ def frontend(shell: Any, env: Mapping[str, str]) -> str:
 
 
 def section(title: str, rows: Iterable[Row]) -> Iterator[str]:
-    """Yield an empty line, a title, and rows wrapped to the page's width."""
+    """Yield an empty line, a title, and rows in lines of 70 characters."""
     yield ""
     yield title
     for label, text in rows:
         yield from textwrap.wrap(
             text,
-            _PAGE_WIDTH_CHARS,
             initial_indent=f"  {label:<{_LABEL_WIDTH_CHARS}}" if label else "  ",
             subsequent_indent=" " * (2 + _LABEL_WIDTH_CHARS if label else 4),
             break_on_hyphens=False,

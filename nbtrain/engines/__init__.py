@@ -38,7 +38,7 @@ parts, and 'auto' and 'tpu', which `choose` resolves.
 def get(name: str) -> Engine:
     """Return an engine for one launch. Raises `PlanError` if it cannot be imported."""
     reference = ENGINE_CLASSES.get(name) or part.engines().get(name)
-    reference = reference or engine_plugins().get(name)  # last, because it reads every package
+    reference = reference or engine_plugins().get(name)
     if reference is None:
         raise PlanError(f"the engine {name!r} is in a part of nbtrain that is not installed here")
     module, _, class_name = reference.partition(":")

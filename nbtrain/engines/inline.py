@@ -77,12 +77,12 @@ class InlineEngine(Engine):
         job.folder.log(0).touch(mode=0o600)
         own = _with_own_namespace(job)
         context = RankContext(own, own, 0, writer, ReservedFile(job.folder.path))
-        rank_context.set_current(context)
         before, had_accelerator = dict(os.environ), _has_accelerator()
         blocked = accelerator_hooks.block(False)  # this is the training function
         # Without this part of telemetry, a function that runs in other ranks would fail here.
         remove_tracker = offer_tracker() if "tracker" in job.plan.telemetry else None
         try:
+            rank_context.set_current(context)
             os.environ.update(rank_environment(job, 0, before))
             with instrumentation.scope():
                 join_run_world(job.device, 1)
@@ -92,6 +92,7 @@ class InlineEngine(Engine):
                 remove_tracker()
             rank_context.set_current(None)
             accelerator_hooks.block(blocked)
+            context.reserve.close()
             writer.close()
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]

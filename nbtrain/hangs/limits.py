@@ -2,8 +2,8 @@
 
 DEADLOCK_CHECK_AFTER_S = 4.0
 """Without progress of any rank for so long, the flight recorders are read, which costs the ranks
-nothing. The time doubles after each check without a deadlock, until a quarter of the time of a hang
-lies between two checks."""
+nothing. The time doubles after each check without a deadlock, until a quarter of
+`IDLE_NOTE_AFTER_S` lies between two checks."""
 
 DEADLOCK_CONFIRM_S = 2.0
 """Between the two readings that must show the same deadlock: the run is ended for it."""

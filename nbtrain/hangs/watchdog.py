@@ -50,7 +50,8 @@ class HangWatchdog:
         self._surveyed: frozenset[int] = frozenset()  # the ranks of the last survey
         self._reported: HangReport | None = None
         self._surveyed_at = -1e9
-        self._max_interval_s = (hang_after_s or 0.0) / 4  # of checks before a hang
+        # Between two checks of silent or compiling ranks.
+        self._max_interval_s = min(limits.IDLE_NOTE_AFTER_S, hang_after_s or 0.0) / 4
         self._limit_s = hang_after_s or 0.0  # the silence to report; less for an early finding
         self._next_check_after_s = limits.DEADLOCK_CHECK_AFTER_S
         self._activity = Activity()

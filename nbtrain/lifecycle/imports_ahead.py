@@ -89,7 +89,8 @@ def import_one_by_one(own: bool = False) -> Iterator[str]:
 
     Modules that are imported already, or failed, are left out. Yields nothing in other threads than
     the main one, without torch, and if `is_on` is False. With `own`, the modules of nbtrain that a
-    launch needs come first. Raises `KeyboardInterrupt` if the user interrupts a long import.
+    launch needs come first, and the search for its parts last. Raises `KeyboardInterrupt` if the
+    user interrupts a long import.
     """
     if not is_on() or threading.current_thread() is not threading.main_thread():
         return
@@ -101,7 +102,7 @@ def import_one_by_one(own: bool = False) -> Iterator[str]:
         if name not in sys.modules and name not in _failed and "torch" in sys.modules:
             yield name
             _import_module(name)
-    if own:
+    if own and "torch" in sys.modules and not part.parts.cache_info().currsize:
         yield "nbtrain.parts"
         part.parts()  # reads the entry points of all packages, which takes 25 ms
 

@@ -492,7 +492,7 @@ def _start_in_background(
     set_last_run(run, in_background=True)
     try:
         receiver.remember()  # while the ranks start
-        started = follower.wait_for_ranks(CONNECT_TIMEOUT_S)
+        started = follower.wait_for_ranks(2 * CONNECT_TIMEOUT_S)
     except KeyboardInterrupt:
         follower.start()
         run.stop("by an interrupt")

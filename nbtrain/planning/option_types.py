@@ -58,9 +58,8 @@ def engine_plugins() -> dict[str, str]:
     # Imported here: it loads email and zipfile, which ranks do not need.
     from importlib.metadata import entry_points
 
-    of_parts = {name: ref for name, ref in part.engines().items() if name not in ENGINES}
     points = entry_points(group="nbtrain.engines")
-    return {**of_parts, **{point.name: point.value for point in points}}
+    return {**part.engines_of_packages(), **{point.name: point.value for point in points}}
 
 
 DISABLED = "NBTRAIN_DISABLE"

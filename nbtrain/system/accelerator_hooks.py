@@ -20,6 +20,7 @@ from . import accelerator_guard
 from .instrumentation import Undo, patch, when_imported
 from .source_files import cell_name, is_library, is_own, source_line
 
+_MAX_CALLS = 12
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/kfd")
 """Device files of NVIDIA's drivers (Linux, WSL, Jetson) and AMD's."""
 _undo: list[Undo] = []
@@ -111,7 +112,10 @@ def _calls() -> tuple[str, ...]:
     while stack and is_own(stack[-1].filename):
         stack.pop()
     user = [i for i, frame in enumerate(stack) if not is_library(frame.filename)]
-    return tuple(_text(frame) for frame in stack[user[0] if user else 0 :])
+    calls = [_text(frame) for frame in stack[user[0] if user else 0 :]]
+    if len(calls) > _MAX_CALLS:
+        calls[_MAX_CALLS - 4 : -4] = ["…"]
+    return tuple(calls)
 
 
 def _text(frame: traceback.FrameSummary) -> str:

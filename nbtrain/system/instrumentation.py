@@ -41,18 +41,16 @@ def scope() -> Iterator[None]:
             undo()
 
 
-def collect_undos(action: Callable[[], object]) -> list[Undo]:
-    """Run `action`, and return what undoes its patches, in their order. No `scope` undoes them.
+def collect_undos(action: Callable[[], object], undos: list[Undo]) -> None:
+    """Run `action`, and add to `undos` what undoes its patches. No `scope` undoes them.
 
-    Other threads may patch meanwhile: only those of this thread are returned.
+    Other threads may patch meanwhile: only what this thread does is added.
     """
-    undos: list[Undo] = []
     before, _acting.scopes = _open_scopes(), [undos]
     try:
         action()
     finally:
         _acting.scopes = before
-    return undos
 
 
 def undo_later(undo: Undo) -> None:

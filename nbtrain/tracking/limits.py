@@ -70,7 +70,8 @@ MAX_RANKS = 1 << 16
 
 # Measuring ranks, host and GPUs.
 
-SAMPLE_INTERVAL_S = 1.0
+RANK_SAMPLE_INTERVAL_S = 0.5
+HOST_SAMPLE_INTERVAL_S = 2.0
 """Between two samples, at least: of one rank after another, and of the host with its GPUs."""
 
 SAMPLING_SHARE = 0.005

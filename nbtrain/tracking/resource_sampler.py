@@ -84,7 +84,7 @@ class Sampler:
         self._pids = dict(pids)
         self._gpus: GpuWatch | None = None
         if device == "cuda":  # a short run may end before a driver answers
-            self._gpus = _watch("run", limits.SAMPLE_INTERVAL_S, limits.SAMPLE_INTERVAL_S)
+            self._gpus = _watch("run", limits.RANK_SAMPLE_INTERVAL_S, limits.HOST_SAMPLE_INTERVAL_S)
         self._order = list(self._pids)
         self._processes: dict[int, Any] = {}
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: time, CPU seconds
@@ -96,13 +96,13 @@ class Sampler:
         now = time.monotonic()
         if now >= self._host_due or (self._gpu_readings() and not self._has_gpus):
             yield self._measure_host()
-            self._host_due = now + limits.SAMPLE_INTERVAL_S
+            self._host_due = now + limits.HOST_SAMPLE_INTERVAL_S
         if now >= self._rank_due and self._order:
             rank = self._order.pop(0)
             self._order.append(rank)
             if (resources := self._measure_rank(rank)) is not None:
                 yield resources
-            interval_s = limits.SAMPLE_INTERVAL_S
+            interval_s = limits.RANK_SAMPLE_INTERVAL_S
             if len(self._cpu) >= len(self._order):
                 interval_s = max(interval_s, (time.monotonic() - now) / limits.SAMPLING_SHARE)
             self._rank_due = now + interval_s

@@ -137,7 +137,7 @@ def _make_context(job: Job, rank: int) -> RankContext:
     """
     stopper = stopping.install(job.folder.stopping_file)
     refusal = "" if job.keeps_checkpoints else checkpoints.NOT_SHARED
-    process = rank_context.current()
+    process = rank_context.current() if job.is_live else None
     return RankContext(
         job=job,
         process_job=job if process is None else process.process_job,

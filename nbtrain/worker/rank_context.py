@@ -7,6 +7,7 @@ that training code calls, such as `nbtrain.log`, get it from `current`.
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, field
 
 from .. import part
@@ -69,11 +70,10 @@ def get() -> RankContext:
     return _current
 
 
-def set_current(context: RankContext | None) -> RankContext | None:
-    """Set the context of this process, and return the one before. With None, it is not a rank."""
+def set_current(context: RankContext | None) -> None:
+    """Set the context of this process. With None, it is not a rank."""
     global _current  # a process is one rank at most
-    before, _current = _current, context
-    return before
+    _current = context
 
 
 class RankSide:
@@ -94,10 +94,15 @@ def sides_of(job: Job) -> list[RankSide]:
 
     A process has one object of each.
     """
-    return [_side(reference) for reference in job.rank_sides]
+    return [side for side in map(_side, job.rank_sides) if side is not None]
 
 
 @functools.cache
-def _side(reference: str) -> RankSide:
-    side: RankSide = part.load(reference)()
+def _side(reference: str) -> RankSide | None:
+    """Return this process's object of a `RankSide`; without its package, print that once."""
+    try:
+        side: RankSide = part.load(reference)()
+    except ImportError as error:  # a package that the host of this rank lacks
+        print(f"nbtrain: a rank works without {reference} ({error})", file=sys.stderr)
+        return None
     return side

@@ -234,14 +234,19 @@ try:
     nbtrain.launch(int, engine="absent", view="none")
 except nbtrain.NbtrainError as error:
     print(error)
+try:
+    nbtrain.launch(int, engine="nodes", view="none")
+except nbtrain.NbtrainError as error:
+    print(error)
 """
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", script]
     out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths})
-    ran, broken, absent = out.stdout.splitlines() or out.stderr.splitlines()
+    ran, broken, absent, internal = out.stdout.splitlines() or out.stderr.splitlines()
     assert ran == "[0, 1] loud"
     assert broken.startswith("the engine 'broken' (nowhere:Engine) cannot be imported")
     assert absent.startswith("`engine` must be one of auto, fork")
+    assert internal.startswith("`engine` must be one of auto, fork")
 
 
 def test_each_rank_has_its_number_its_process_and_no_run_of_the_notebook() -> None:

@@ -61,7 +61,8 @@ def start() -> Iterator[Any]:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pause between two samples."""
-    monkeypatch.setattr(limits, "SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(limits, "RANK_SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(limits, "HOST_SAMPLE_INTERVAL_S", 0.0)
     monkeypatch.setattr(limits, "SAMPLING_SHARE", 1e9)
 
 

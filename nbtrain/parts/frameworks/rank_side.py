@@ -46,10 +46,7 @@ class FrameworksRank(RankSide):
         """
         job, rank, writer = context.job, context.rank, context.writer
         if self._inherited is None:  # the first task of this process
-            from ... import engines
-
-            is_forked = engines.get(context.process_job.plan.engine).forks_kernel
-            if accelerator_guard.frameworks_in_use() and is_forked:
+            if accelerator_guard.frameworks_in_use() and _is_forked(context):
                 from .inherited import refuse_inherited
 
                 refuse_inherited()
@@ -120,6 +117,13 @@ def _watch(
     name: str, sources: Collection[str], writer: EventWriter, rank: int, module: ModuleType
 ) -> None:
     load(f"frameworks.progress.{name}")(module, sources, writer, rank)
+
+
+def _is_forked(context: RankContext) -> bool:
+    """Whether this rank is a copy of the notebook's process; a fresh one has its own state."""
+    from ... import engines  # which ranks do not need otherwise
+
+    return engines.get(context.process_job.plan.engine).forks_kernel
 
 
 def _names_variables(task: Task) -> bool:

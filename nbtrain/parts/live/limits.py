@@ -1,4 +1,4 @@
-"""Limits of live ranks. Others are those of any run: `lifecycle.limits`."""
+"""Limits of live ranks. Others are those of any run, in the rooms' own `limits`."""
 
 REPLY_TIMEOUT_S = 30.0
 """For idle ranks to reply."""

@@ -1,4 +1,4 @@
-"""Limits of runs on a Ray cluster. Others are those of any run: `lifecycle.limits`."""
+"""Limits of runs on a Ray cluster. Others are those of any run, in the rooms' own `limits`."""
 
 FREE_CHECK_INTERVAL_S = 1
 """Between two checks of what is free, while nodes are waited for. Ray takes whole seconds."""

@@ -29,7 +29,9 @@ class HookState:
 
     def begin_task(self) -> None:
         """Watch this process, and no process that it forks; forget the task before."""
-        self.is_asleep = self.is_loss_scaled = False
+        # A thread of the kernel may have been in a library's step when this rank was forked.
+        self.is_asleep = self.is_loss_scaled = self.is_loss_paused = False
+        self.stepping = None
         self.broken.clear()
         if not self.is_handling_forks:
             self.is_handling_forks = True

@@ -45,7 +45,8 @@ def _hook(module: Any) -> None:
 
 
 def _unhook() -> None:
-    _handles.pop().remove()
+    while _handles:
+        _handles.pop().remove()
 
 
 def _handle_step(optimizer: Any, *_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -130,3 +131,15 @@ def test_forked_ranks_inherit_the_patches_of_the_hooks_and_the_notebook_keeps_no
     few_sources = launch(patched, telemetry="loss").results[0]
     assert "backward" in few_sources
     assert "display" not in few_sources
+
+
+def test_a_process_forked_meanwhile_can_launch_and_inherits_no_step_of_another_thread() -> None:
+    state.is_loss_paused, state.stepping = True, []
+    with hooks.patched_for_forks():
+        pid = os.fork()
+        if pid == 0:
+            state.begin_task()
+            with hooks.patched_for_forks():
+                os._exit(state.is_loss_paused or state.stepping is not None)
+    state.is_loss_paused, state.stepping = False, None
+    assert os.waitpid(pid, 0)[1] == 0
