@@ -11,7 +11,7 @@ from typing import Any
 
 from ...part_api import EventWriter, Finding, Observer, clock
 from ...part_api import events as ev
-from ...worker.hooks import tell
+from ...worker.hooks import notify
 from ...worker.limits import REPORT_INTERVAL_S
 from ...worker.observers.data_loading import tensors
 from . import xla
@@ -55,7 +55,7 @@ class CompilationMeter(Observer):
         with self._lock:
             if self._is_reported:
                 self._is_reported = False
-                tell("on_phase", "")
+                notify.on_phase("")
 
     def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Prepare a note on the first batch with other shapes: a program fits only its own."""
@@ -80,7 +80,7 @@ class CompilationMeter(Observer):
             under_way = self._is_under_way(counts)
             if under_way != self._is_reported:
                 self._is_reported = under_way
-                tell("on_phase", "compiling" if under_way else "")
+                notify.on_phase("compiling" if under_way else "")
             self._done = min(self._done, counts.done)  # the user may have cleared the counts
             if counts.done > self._done:
                 self._done, now = counts.done, clock.now()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,30 +27,30 @@ from . import (
 )
 from . import transformers as trainer
 from .hook_state import state
-from .observer import EVENTS, Observer, listeners, tell
+from .observer import EVENTS, Event, Observer, notify
 
-__all__ = ["Observer", "add", "begin_steps", "begin_task", "drop", "tell"]
+__all__ = ["Observer", "add", "begin_steps", "begin_task", "drop", "notify"]
 
-_WATCH = {
-    "on_optimizer_init": (steps.watch_creation,),
-    "on_first_step": (steps.watch_steps,),
-    "on_step": (steps.watch_steps,),
-    "on_fetch_or_backward": (),  # comes with the patches for losses or batches
-    "on_loss_scaling": (losses.watch,),
-    "on_backward": (losses.watch,),
-    "on_batch_indexes": (batches.watch,),
-    "on_batch": (batches.watch,),
-    "on_shared_batches": (trainer.watch,),
-    "on_loader_end": (batches.watch,),
-    "on_module_change": (models.watch_building,),
-    "on_model_wrap": (models.watch_wrapping,),
-    "on_autocast": (models.watch_autocast,),
-    "on_phase": (phases.watch,),
-    "on_log": (trainer.watch, lightning.watch_logs, logged_values.watch_fastai),
-    "on_accelerate_log": (logged_values.watch_accelerate,),
-    "on_trainer_progress": (trainer.watch,),
-    "on_lightning_epoch": (lightning.watch_fitting,),
-    "on_bar": (progress_bars.watch,),
+_WATCH: dict[Event[...], tuple[Callable[[], None], ...]] = {
+    notify.on_optimizer_init: (steps.watch_creation,),
+    notify.on_first_step: (steps.watch_steps,),
+    notify.on_step: (steps.watch_steps,),
+    notify.on_fetch_or_backward: (),  # comes with the patches for losses or batches
+    notify.on_loss_scaling: (losses.watch,),
+    notify.on_backward: (losses.watch,),
+    notify.on_batch_indexes: (batches.watch,),
+    notify.on_batch: (batches.watch,),
+    notify.on_shared_batches: (trainer.watch,),
+    notify.on_loader_end: (batches.watch,),
+    notify.on_module_change: (models.watch_building,),
+    notify.on_model_wrap: (models.watch_wrapping,),
+    notify.on_autocast: (models.watch_autocast,),
+    notify.on_phase: (phases.watch,),
+    notify.on_log: (trainer.watch, lightning.watch_logs, logged_values.watch_fastai),
+    notify.on_accelerate_log: (logged_values.watch_accelerate,),
+    notify.on_trainer_progress: (trainer.watch,),
+    notify.on_lightning_epoch: (lightning.watch_fitting,),
+    notify.on_bar: (progress_bars.watch,),
 }
 """The functions that patch a library for an event, now or when it is imported.
 
@@ -59,9 +59,9 @@ Events may share a function, because `patch` applies the same patch once.
 
 
 _lock = threading.Lock()
-"""Held while `listeners` change, because a thread that reads a loader may remove one."""
+"""Held while the listeners of an event change: a thread that reads a loader may remove one."""
 
-_lasting: set[str] = set()
+_lasting: set[Event[...]] = set()
 """The events whose patches stay: for all tasks of a live rank, or until all ranks are forked."""
 
 
@@ -70,7 +70,7 @@ def keep() -> None:
 
     Patching them for each task would take 1 ms. Bars are left out, because each task resets them.
     """
-    for event in _WATCH.keys() - {"on_bar"}:
+    for event in _WATCH.keys() - {notify.on_bar}:
         for watch in _WATCH[event]:
             watch()
         _lasting.add(event)
@@ -118,28 +118,28 @@ def begin_steps() -> None:
     state.stepped.clear()
 
 
-def add(observer: Observer | Any, *events: str) -> None:
+def add(observer: Observer | Any, *events: Event[...]) -> None:
     """Notify an observer from now on, of some `events` or of all that it has a method for."""
     purpose = getattr(observer, "purpose", Observer.purpose)
     for event in events or EVENTS:
-        method = getattr(type(observer), event, None)
-        if method is not None and method is not getattr(Observer, event):
-            listener = purpose, getattr(observer, event)
-            for watch in () if listeners[event] or event in _lasting else _WATCH.get(event, ()):
+        method = getattr(type(observer), event.name, None)
+        if method is not None and method is not getattr(Observer, event.name):
+            listener = purpose, getattr(observer, event.name)
+            for watch in () if event.listeners or event in _lasting else _WATCH.get(event, ()):
                 watch()
             with _lock:
-                listeners[event] = (*listeners[event], listener)
+                event.listeners = (*event.listeners, listener)
             undo_later(partial(_remove, event, listener))
 
 
-def drop(observer: Observer, *events: str) -> None:
+def drop(observer: Observer, *events: Event[...]) -> None:
     """Stop notifying an observer of events; an event it does not get is ignored."""
     for event in events:
-        method = getattr(observer, event)
+        method = getattr(observer, event.name)
         with _lock:
-            listeners[event] = tuple(each for each in listeners[event] if each[1] != method)
+            event.listeners = tuple(each for each in event.listeners if each[1] != method)
 
 
-def _remove(event: str, listener: Any) -> None:
+def _remove(event: Event[...], listener: Any) -> None:
     with _lock:
-        listeners[event] = tuple(each for each in listeners[event] if each is not listener)
+        event.listeners = tuple(each for each in event.listeners if each is not listener)

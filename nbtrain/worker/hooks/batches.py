@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from ...system.instrumentation import patch
-from .observer import tell
+from .observer import notify
 
 _thread = threading.local()
 """`is_loading`: in the `__next__` of a loader."""
@@ -33,23 +33,23 @@ def _next(original: Any, it: Any) -> Any:
     """
     if getattr(_thread, "is_loading", False):
         return original(it)
-    tell("on_fetch_or_backward", True)
+    notify.on_fetch_or_backward(True)
     began = time.monotonic()
     _thread.is_loading = True
     try:
         batch = original(it)
     except StopIteration:
-        tell("on_loader_end", it)
+        notify.on_loader_end(it)
         raise
     finally:
         _thread.is_loading = False
-    tell("on_batch", it, batch, began, _reads_ahead(sys._getframe(2)))
+    notify.on_batch(it, batch, began, _reads_ahead(sys._getframe(2)))
     return batch
 
 
 def _next_index(original: Any, it: Any) -> Any:
     indexes = original(it)
-    tell("on_batch_indexes", it, indexes)
+    notify.on_batch_indexes(it, indexes)
     return indexes
 
 

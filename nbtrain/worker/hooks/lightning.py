@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...system.instrumentation import patch
-from .observer import tell
+from .observer import notify
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -20,7 +20,7 @@ def watch_logs() -> None:
 def _log_metrics(original: Any, connector: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(connector, metrics, *args, **kwargs)
     if metrics and not connector.trainer.sanity_checking:  # without a logger it comes here, too
-        tell("on_log", metrics, int(connector.trainer.global_step))
+        notify.on_log(metrics, int(connector.trainer.global_step))
     return result
 
 
@@ -31,5 +31,5 @@ def watch_fitting() -> None:
 
 
 def _advance(original: Any, fit_loop: Any) -> Any:
-    tell("on_lightning_epoch", fit_loop)
+    notify.on_lightning_epoch(fit_loop)
     return original(fit_loop)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...system.instrumentation import patch
 from .guard import telemetry
-from .observer import tell
+from .observer import notify
 
 
 def watch_accelerate() -> None:
@@ -19,7 +19,7 @@ def _log(
 ) -> Any:
     """Call ``Accelerator.log``, then notify of its values."""
     result = original(accelerator, values, step, *args, **kwargs)
-    tell("on_accelerate_log", accelerator, values, step)
+    notify.on_accelerate_log(accelerator, values, step)
     return result
 
 
@@ -39,4 +39,4 @@ def _tell(recorder: Any) -> None:
     named = dict(zip(recorder.metric_names, recorder.log, strict=False))
     values = {str(k): v for k, v in named.items() if k != "epoch" and isinstance(v, (int, float))}
     if values:
-        tell("on_log", values, None)
+        notify.on_log(values, None)

@@ -9,7 +9,7 @@ from typing import Any
 from ...system.instrumentation import patch
 from .guard import telemetry
 from .hook_state import state
-from .observer import tell
+from .observer import notify
 
 _UNSCALED = "_nbtrain_unscaled"
 """The attribute of a scaled loss that refers to the loss; results computed from it lack it."""
@@ -62,12 +62,12 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     Does not notify of the loss while a library that scales it calls, or of a product of unknown
     losses.
     """
-    tell("on_fetch_or_backward", False)
+    notify.on_fetch_or_backward(False)
     if state.is_loss_paused:
         return original(tensor, *args, **kwargs)
     loss = getattr(tensor, _UNSCALED, None)
     if loss is not None or not state.is_loss_scaled:
-        tell("on_backward", tensor if loss is None else loss)
+        notify.on_backward(tensor if loss is None else loss)
     # A subclass's backward comes here again, from its `__torch_function__`.
     is_subclass = type(tensor) is not sys.modules["torch"].Tensor
     return _pause_observers(is_subclass, original, tensor, *args, **kwargs)
@@ -76,7 +76,7 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a library's backward, and notify of the loss as it was before the library scaled it."""
     if not state.is_loss_paused:  # else one library calls another
-        tell("on_backward", loss)
+        notify.on_backward(loss)
     return _pause_observers(True, original, engine, loss, *args, **kwargs)
 
 
@@ -84,7 +84,7 @@ def _scale(original: Any, scaler: Any, outputs: Any) -> Any:
     """Return the scaled loss, and keep the loss with it: backward is called on the product."""
     scaled = original(scaler, outputs)
     if scaled is not outputs:  # the same where it is not enabled
-        tell("on_loss_scaling")
+        notify.on_loss_scaling()
         if not state.is_loss_paused:
             _remember_unscaled(outputs, scaled)
     return scaled

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
-from .observer import tell
+from .observer import notify
 
 _WRAPPERS = (
     "torch.nn.parallel.distributed:DistributedDataParallel",
@@ -28,7 +28,7 @@ def _watch_modules(module: ModuleType) -> None:
 
 
 def _built(module: Any, *_: Any) -> None:
-    tell("on_module_change", module)
+    notify.on_module_change(module)
 
 
 def watch_wrapping() -> None:
@@ -39,7 +39,7 @@ def watch_wrapping() -> None:
 
 def _wrap(original: Any, wrapper: Any, *args: Any, **kwargs: Any) -> None:
     original(wrapper, *args, **kwargs)
-    tell("on_model_wrap", wrapper)
+    notify.on_model_wrap(wrapper)
 
 
 def watch_autocast() -> None:
@@ -48,5 +48,5 @@ def watch_autocast() -> None:
 
 
 def _enter(original: Any, autocast: Any, *args: Any) -> Any:
-    tell("on_autocast", autocast)
+    notify.on_autocast(autocast)
     return original(autocast, *args)

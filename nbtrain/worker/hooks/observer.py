@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec
 
 from . import guard
 from .hook_state import state
+
+_P = ParamSpec("_P")
 
 
 class Observer:
@@ -84,24 +86,55 @@ class Observer:
         """The training has ended. With `wait`, wait for values that are copied to the host."""
 
 
-EVENTS = tuple(name for name, value in vars(Observer).items() if callable(value))
-"""The names of the methods."""
+class Event(Generic[_P]):
+    """An event of the training. A call notifies the observers, in the order of adding.
 
-listeners: dict[str, tuple[tuple[str, Callable[..., None]], ...]] = dict.fromkeys(EVENTS, ())
-"""The purposes and methods of the observers by event, in the order of adding."""
-
-
-def tell(event: str, *args: Any) -> None:
-    """Notify the observers of an event, in the order of adding; not in a forked process.
-
-    An `Exception` of an observer stops all that serves its purpose, and is not raised. A
-    KeyboardInterrupt is raised.
+    Not in a forked process. An `Exception` of an observer stops all that serves its purpose, and is
+    not raised. A KeyboardInterrupt is raised.
     """
-    if state.is_asleep:
-        return
-    for purpose, method in listeners[event]:
-        if purpose not in state.broken:
-            try:
-                method(*args)
-            except Exception as error:  # tensors and samplers of any kind may raise anything
-                guard.stop(purpose, error)
+
+    def __init__(self, method: Callable[Concatenate[Observer, _P], None]) -> None:
+        self.name = method.__name__
+        self.listeners: tuple[tuple[str, Callable[_P, None]], ...] = ()
+        """The purposes and methods of the observers."""
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if state.is_asleep:
+            return
+        for purpose, method in self.listeners:
+            if purpose not in state.broken:
+                try:
+                    method(*args, **kwargs)
+                except Exception as error:  # tensors and samplers of any kind may raise anything
+                    guard.stop(purpose, error)
+
+
+class Events:
+    """The events, by the names of the methods of `Observer`, whose arguments they take."""
+
+    on_optimizer_init = Event(Observer.on_optimizer_init)
+    on_first_step = Event(Observer.on_first_step)
+    on_step = Event(Observer.on_step)
+    on_fetch_or_backward = Event(Observer.on_fetch_or_backward)
+    on_loss_scaling = Event(Observer.on_loss_scaling)
+    on_backward = Event(Observer.on_backward)
+    on_batch_indexes = Event(Observer.on_batch_indexes)
+    on_batch = Event(Observer.on_batch)
+    on_shared_batches = Event(Observer.on_shared_batches)
+    on_loader_end = Event(Observer.on_loader_end)
+    on_module_change = Event(Observer.on_module_change)
+    on_model_wrap = Event(Observer.on_model_wrap)
+    on_autocast = Event(Observer.on_autocast)
+    on_phase = Event(Observer.on_phase)
+    on_log = Event(Observer.on_log)
+    on_accelerate_log = Event(Observer.on_accelerate_log)
+    on_trainer_progress = Event(Observer.on_trainer_progress)
+    on_lightning_epoch = Event(Observer.on_lightning_epoch)
+    on_bar = Event(Observer.on_bar)
+    on_training_end = Event(Observer.on_training_end)
+
+
+notify = Events()
+"""Notifies the observers: ``notify.on_step(optimizer)``."""
+
+EVENTS = tuple(value for value in vars(Events).values() if isinstance(value, Event))

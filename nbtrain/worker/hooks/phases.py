@@ -8,7 +8,7 @@ from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
 from ...tracking.events import JOINING
-from .observer import tell
+from .observer import notify
 
 
 def watch() -> None:
@@ -30,11 +30,11 @@ def _join(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _during(phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function, and notify of a phase that begins before it and ends after it."""
-    tell("on_phase", phase)
+    notify.on_phase(phase)
     try:
         return original(*args, **kwargs)
     finally:
-        tell("on_phase", "")
+        notify.on_phase("")
 
 
 def _watch_compiler(module: ModuleType) -> None:
@@ -47,4 +47,4 @@ def _watch_compiler(module: ModuleType) -> None:
 
 
 def _compiler(phase: str, *_: Any) -> None:
-    tell("on_phase", phase)
+    notify.on_phase(phase)

@@ -19,7 +19,7 @@ from typing import Any
 from ...system.instrumentation import patch, replace, when_imported
 from .. import limits
 from .guard import telemetry
-from .observer import tell
+from .observer import notify
 
 
 class _Nowhere(io.TextIOBase):
@@ -154,7 +154,7 @@ def _send(bar: Any, *, closed: bool, n: Any, **texts: Any) -> None:
     except (TypeError, ValueError, RuntimeError):  # a count that is no number: tqdm's concern
         return
     shown = {"n": done, "total": total, "elapsed": _seconds(bar), **texts}
-    tell("on_bar", bar._nbtrain_id, closed, shown)
+    notify.on_bar(bar._nbtrain_id, closed, shown)
 
 
 def _plain(number: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...system.instrumentation import patch, undo_later, when_imported
 from .hook_state import state
-from .observer import tell
+from .observer import notify
 
 
 def watch_creation() -> None:
@@ -21,7 +21,7 @@ def watch_creation() -> None:
 
 
 def _init(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    tell("on_optimizer_init", optimizer)
+    notify.on_optimizer_init(optimizer)
     original(optimizer, *args, **kwargs)
 
 
@@ -61,8 +61,8 @@ def _notify(optimizer: Any) -> None:
     known = state.stepped.get(id(optimizer))
     if known is None or known() is not optimizer:
         state.stepped[id(optimizer)] = weakref.ref(optimizer)
-        tell("on_first_step", optimizer)
-    tell("on_step", optimizer)
+        notify.on_first_step(optimizer)
+    notify.on_step(optimizer)
 
 
 def _step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...system.instrumentation import replace, when_imported
-from .observer import tell
+from .observer import notify
 
 
 def watch() -> None:
@@ -25,7 +25,7 @@ def _watch(module: Any) -> None:
         first = epoch = 0  # the step and the epoch of its start, not 0 after a restart
 
         def on_train_begin(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
-            tell("on_shared_batches", getattr(args, "steps_per_generation", None) or 1)
+            notify.on_shared_batches(getattr(args, "steps_per_generation", None) or 1)
             self.first, self.epoch = int(state.global_step), int(state.epoch or 0)
             self._report_position(state)
 
@@ -37,15 +37,15 @@ def _watch(module: Any) -> None:
             self._report_position(state)
 
         def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            tell("on_shared_batches", 1)
+            notify.on_shared_batches(1)
             self._report_position(state, is_over=True)
 
         def _report_position(self, state: Any, is_over: bool = False) -> None:
-            tell("on_trainer_progress", state, self.first, self.epoch, is_over)
+            notify.on_trainer_progress(state, self.first, self.epoch, is_over)
 
         def on_log(self, _args: Any, state: Any, _control: Any, logs: Any = None, **_: Any) -> None:
             numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
             if numbers:
-                tell("on_log", numbers, int(state.global_step))
+                notify.on_log(numbers, int(state.global_step))
 
     replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, TellObservers])

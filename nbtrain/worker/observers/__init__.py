@@ -62,4 +62,4 @@ def _observers(context: RankContext, places: LibraryPlaces) -> Iterator[Observer
 def finish(context: RankContext, wait: bool) -> None:
     """Report the last figures of a training; with `wait`, wait for those on a device."""
     context.scalars.finish(wait)
-    hooks.tell("on_training_end", wait)
+    hooks.notify.on_training_end(wait)

@@ -65,7 +65,7 @@ class TrainingMeter(Observer):
             if self._work.is_sampling:
                 hooks.add(self._work)
         else:
-            hooks.add(self, "on_training_end")
+            hooks.add(self, hooks.notify.on_training_end)
         if "loss" in sources:
             hooks.add(self._loss)
         if "data" in sources:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
 from nbtrain.worker.hooks.hook_state import state
-from nbtrain.worker.hooks.observer import listeners
+from nbtrain.worker.hooks.observer import EVENTS
 from tests.support.runs import launch
 
 
@@ -75,7 +75,7 @@ def test_an_observer_hears_a_training_in_its_order(tmp_path: Any) -> None:
         *[("phase", "saving"), ("phase", "")],
     ]
     assert told.events == before  # nothing after the scope
-    assert not any(listeners.values())
+    assert not any(event.listeners for event in EVENTS)
 
 
 def test_nothing_is_patched_that_nobody_asks_for() -> None:
@@ -104,7 +104,7 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
     told = Told()
     with instrumentation.scope():
         hooks.add(Fails())
-        hooks.add(told, "on_step")
+        hooks.add(told, hooks.notify.on_step)
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=0.5)
         for _ in range(2):
@@ -116,7 +116,8 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
 
 
 def test_each_event_is_told_of_by_something() -> None:
-    assert set(hooks.EVENTS) - set(hooks._WATCH) == {"on_training_end"}  # the rank's own end
+    of_the_rank = {hooks.notify.on_training_end}
+    assert set(hooks.EVENTS) - set(hooks._WATCH) == of_the_rank
 
 
 def test_forked_ranks_inherit_the_patches_of_the_hooks_and_the_notebook_keeps_none() -> None:

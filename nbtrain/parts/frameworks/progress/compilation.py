@@ -9,7 +9,7 @@ from typing import Any
 
 from ....part_api import patch
 from ....tracking.limits import TIMELINE_BIN_S
-from ....worker.hooks import tell
+from ....worker.hooks import notify
 
 
 def watch_jax(module: ModuleType, *_: object) -> None:
@@ -53,7 +53,7 @@ class _Compiling:
         with self._lock:
             if not self._is_over:
                 self._is_reported = True
-                tell("on_phase", "compiling")
+                notify.on_phase("compiling")
 
     def end(self) -> None:
         """End the phase, if it was reported."""
@@ -61,4 +61,4 @@ class _Compiling:
         with self._lock:
             self._is_over = True
             if self._is_reported:
-                tell("on_phase", "")
+                notify.on_phase("")

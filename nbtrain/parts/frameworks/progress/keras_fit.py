@@ -13,7 +13,7 @@ from ....part_api import EventWriter, clock, hooks, patch, rank_context
 from ....part_api import events as ev
 from ....worker import api
 from ....worker.hooks.guard import guard_step
-from ....worker.hooks.observer import Observer, listeners
+from ....worker.hooks.observer import Observer, notify
 from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.trainings import TrainingCount
 
@@ -200,12 +200,12 @@ def _learning_rate(model: Any, before: float | None) -> float | None:
 
 
 _TORCH_EVENTS = (
-    "on_batch_indexes",
-    "on_batch",
-    "on_loader_end",
-    "on_fetch_or_backward",
-    "on_loss_scaling",
-    "on_backward",
+    notify.on_batch_indexes,
+    notify.on_batch,
+    notify.on_loader_end,
+    notify.on_fetch_or_backward,
+    notify.on_loss_scaling,
+    notify.on_backward,
 )
 
 
@@ -223,6 +223,6 @@ def _call_without_torch_events(original: Any, *args: Any, **kwargs: Any) -> Any:
     """
     with contextlib.ExitStack() as after:
         for event in _TORCH_EVENTS:
-            after.callback(listeners.__setitem__, event, listeners.get(event, ()))
-            listeners[event] = ()
+            after.callback(setattr, event, "listeners", event.listeners)
+            event.listeners = ()
         return original(*args, **kwargs)

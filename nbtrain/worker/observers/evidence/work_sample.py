@@ -75,7 +75,7 @@ class WorkSampler(Observer):
             self._batches.append(digest(batch))
             self._look_at_group()
         else:
-            hooks.drop(self, "on_batch")
+            hooks.drop(self, hooks.notify.on_batch)
 
     @_harmless
     def see_loss(self, loss: Any) -> None:
