@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -235,14 +237,31 @@ print(*[text for label, text in doctor._versions(None, '') if label == 'parts'],
 """
 
 
-def test_another_package_adds_a_part(tmp_path: Path) -> None:
+def install_by_hand(project: Path, folder: Path) -> None:
+    """Install a package as pip does, which takes longer."""
+    info = folder / "tally-1.0.dist-info"
+    shutil.copytree(project / "tally", folder / "tally")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tally\nVersion: 1.0\n")
+    points = (project / "pyproject.toml").read_text().partition('"nbtrain.parts"]')[2]
+    points = points.partition("[tool")[0].replace('"', "")
+    (info / "entry_points.txt").write_text(f"[nbtrain.parts]{points}")
+
+
+def install_by_pip(project: Path, folder: Path) -> None:
+    """Install a package into a folder."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    options = ["--no-build-isolation", "--disable-pip-version-check", "--target", str(folder)]
+    subprocess.run([*pip, *options, str(project)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("install", [install_by_hand, install_by_pip], ids=["hand", "pip"])
+def test_another_package_adds_a_part(install: Callable[[Path, Path], None], tmp_path: Path) -> None:
     project, installed = tmp_path / "project", tmp_path / "installed"
     for name, text in PACKAGE_OF_ANOTHER.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(text)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    options = ["--no-build-isolation", "--disable-pip-version-check", "--target", str(installed)]
-    subprocess.run([*pip, *options, str(project)], check=True, timeout=120)
+    install(project, installed)
     (tmp_path / "script.py").write_text(USES_IT)
     env = {
         **os.environ,
