@@ -19,6 +19,29 @@ from .stopping import StopOnRequest
 
 
 @dataclass(eq=False)
+class TrainingFigures:
+    """What the observers of one task have counted.
+
+    An observer is notified of an event before those that were added after it, so their methods
+    find its figures as they are after the event.
+    """
+
+    steps: int = 0
+    """Optimizer steps so far: the step of metrics that are logged without one."""
+    fed_passes: int = 0
+    """Passes over any data that fed steps."""
+    loader_place: tuple[int | None, int | None, int | None] = (None, None, None)
+    """Of the loader that feeds the steps: the epoch, the batch before the last step, and how many
+    batches it has. Before the first step, of the loader that gave the last batch."""
+    losses: tuple[float, int] = (0.0, 0)
+    """The sum and the number of the finite losses up to the last step; at the end, of all."""
+    losses_before: tuple[float, int] = (0.0, 0)
+    """The same, up to the step before."""
+    last_loss: float | None = None
+    """The last loss that is known, once the training has ended."""
+
+
+@dataclass(eq=False)
 class RankContext:
     """What a rank knows and uses while it runs a task. A live rank has one for each task."""
 
@@ -36,8 +59,8 @@ class RankContext:
     """Handles SIGINT. A rank in the kernel has none: it is interrupted as any cell."""
     checkpoint_refusal: str = ""
     """Why this rank cannot save checkpoints; "" if it can."""
-    optimizer_steps: int = 0
-    """Optimizer steps of the task so far: the step of metrics that are logged without one."""
+    figures: TrainingFigures = field(default_factory=TrainingFigures)
+    """What the observers of the task have counted."""
     scalars: ScalarReader = field(default_factory=ScalarReader)
     """Reads metrics on a GPU or TPU when their values are there."""
     diverged: set[str] = field(default_factory=set)

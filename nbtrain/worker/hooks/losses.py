@@ -67,16 +67,36 @@ def _backward(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return original(tensor, *args, **kwargs)
     loss = getattr(tensor, _UNSCALED, None)
     if loss is not None or not state.is_loss_scaled:
-        notify.on_backward(tensor if loss is None else loss)
+        _notify(tensor if loss is None else loss)
     # A subclass's backward comes here again, from its `__torch_function__`.
     is_subclass = type(tensor) is not sys.modules["torch"].Tensor
     return _pause_observers(is_subclass, original, tensor, *args, **kwargs)
 
 
+def _notify(loss: Any) -> None:
+    """Notify of backward if the loss is a tensor of one number.
+
+    A subclass that only has methods of its own (fastai's, MONAI's) holds a value as a tensor does,
+    and observers use it as one. One that computes in its own way (DTensor) is left out, because
+    reading it may need other ranks.
+    """
+    torch: Any = sys.modules["torch"]
+    if type(loss) is torch.Tensor:
+        if loss.is_floating_point() and not loss.ndim:
+            notify.on_backward(loss)
+    elif (
+        isinstance(loss, torch.Tensor)
+        and type(loss).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    ):
+        with torch._C.DisableTorchFunctionSubclass():
+            if loss.is_floating_point() and not loss.ndim:
+                notify.on_backward(loss)
+
+
 def library_backward(original: Any, engine: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a library's backward, and notify of the loss as it was before the library scaled it."""
     if not state.is_loss_paused:  # else one library calls another
-        notify.on_backward(loss)
+        _notify(loss)
     return _pause_observers(True, original, engine, loss, *args, **kwargs)
 
 

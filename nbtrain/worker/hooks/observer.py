@@ -37,7 +37,7 @@ class Observer:
         """A scaler scales a loss, before backward."""
 
     def on_backward(self, loss: Any) -> None:
-        """Backward is called for a loss, given as it was before a scaler or library changed it."""
+        """Backward is called for a loss of one number, given as it was before it was scaled."""
 
     def on_batch_indexes(self, iterator: Any, indexes: Any) -> None:
         """An iterator of torch's loader knows which samples a batch will be of."""

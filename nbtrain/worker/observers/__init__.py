@@ -14,11 +14,17 @@ from ..hooks import Observer
 from ..rank_context import RankContext
 from . import integrations
 from .bars import Bars
+from .data_loading import DataLoadingMeter
+from .epochs import EpochMeter
 from .evidence.not_copied_back import NotCopiedBack
+from .evidence.work_sample import WorkSampler
+from .loss import LossMeter
 from .phases import PhaseMeter
+from .precision import PrecisionMeter
+from .reports import Meter, TrainingReports
+from .steps import StepMeter
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import LibraryPlaces
-from .training_meter import TrainingMeter
 
 
 def install(context: RankContext) -> None:
@@ -32,15 +38,47 @@ def install(context: RankContext) -> None:
     if "tracker" in sources:
         integrations.offer_tracker()
     places = LibraryPlaces()
-    if {"steps", "loss", "data"} & set(sources):
-        TrainingMeter(context, places).listen(sources)
+    _add_meters(context, places)
     for observer in _observers(context, places):
         hooks.add(observer)
     hooks.begin_steps()
 
 
+def _add_meters(context: RankContext, places: LibraryPlaces) -> None:
+    """Add the meters of a training and their reports, in the order of notification.
+
+    That of an epoch uses the figures of the others at the same step. At the end, the reports write
+    the last counts before it writes the last epoch.
+    """
+    sources, figures = context.job.plan.telemetry, context.figures
+    writer, rank = context.writer, context.rank
+    steps, data = "steps" in sources, "data" in sources
+    meters: list[Meter] = []
+    if steps:
+        meters += [StepMeter(figures), PrecisionMeter()]
+    if data:
+        meters.append(DataLoadingMeter(figures, writer, rank))
+    if "loss" in sources:
+        meters.append(LossMeter(context))
+    epochs = [EpochMeter(figures, writer, rank, places)] if steps else []
+    evidence = [WorkSampler(context)] if steps and context.world_size > 1 else []
+    reports = TrainingReports(context, [*meters, *epochs, *evidence])
+    for meter in meters:
+        hooks.add(meter)
+    hooks.add(reports, hooks.notify.on_training_end)
+    for meter in (*epochs, *evidence):
+        hooks.add(meter)
+    if "loss" not in sources:
+        for sampler in evidence:
+            hooks.drop(sampler, hooks.notify.on_backward)
+    if steps:
+        hooks.add(reports, hooks.notify.on_step)
+    if data:
+        hooks.add(reports, hooks.notify.on_batch)
+
+
 def _observers(context: RankContext, places: LibraryPlaces) -> Iterator[Observer]:
-    """Yield the observers beside the meter, in the order of notification."""
+    """Yield the observers beside the meters, in the order of notification."""
     plan, writer, rank = context.job.plan, context.writer, context.rank
     sources = plan.telemetry
     if "steps" in sources:

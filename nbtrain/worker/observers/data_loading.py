@@ -8,12 +8,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..hooks import Observer
+from ...findings import Finding
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ..rank_context import TrainingFigures
 from .evidence.data_order import DataOrder
+from .reports import Meter, ReportReason
 
 
 @dataclass(eq=False)
@@ -47,7 +51,7 @@ class LoaderPass:
         return iterator is not None and iterator._nbtrain_pass is self
 
 
-class DataLoadingMeter(Observer):
+class DataLoadingMeter(Meter):
     """Counts what loaders give: batches, samples, and the seconds that the training waits for them.
 
     The training does not wait for a loader that the user's thread reads ahead. Samples are those of
@@ -55,39 +59,38 @@ class DataLoadingMeter(Observer):
     batch that Accelerate's loader reads ahead counts when its step can come.
     """
 
-    def __init__(self, tick: Callable[[float, float], None]) -> None:
-        self._tick = tick
-        self.order = DataOrder()
-        self.waited = 0.0
-        self.samples: int | None = None
-        self.fed_passes = 0
-        """Passes over any data that fed steps."""
+    def __init__(self, figures: TrainingFigures, writer: EventWriter, rank: int) -> None:
+        self._figures, self._writer, self._rank = figures, writer, rank
+        self._order = DataOrder()
+        self._waited = 0.0
+        self._samples: int | None = None
         self._main = self._trainer = threading.main_thread().ident  # or the last step's thread
         self._newest: LoaderPass | None = None
         self._last: LoaderPass | None = None  # that gave a batch
-        self._fed: LoaderPass | None = None  # that gave a batch before a step
         self._epochs: dict[int, tuple[int, int]] = {}  # by data set: passes that fed, the last
         self._datasets: dict[int, weakref.ref[Any]] = {}  # by id, which another may get
-        self._has_stepped = False
+        self._has_stepped = self._has_fed = False
         self._empty = 0  # samples of a loader that gave no batch
         self._times = 1  # that each batch is given
         self._pending: dict[LoaderPass, int] = {}  # samples since the last step
         self._lock = threading.Lock()  # loaders are read in threads, too
 
-    def note_step(self) -> None:
+    def on_step(self, optimizer: Any) -> None:
         """Credit the last batch to a step of this thread, and count a pass at its first step."""
         self._trainer = threading.get_ident()
         if self._pending or not self._has_stepped:
             self._credit()
-        last = self._fed = self._last
+        last = self._last
         if last is not None:
             last.fed = last.batch
             passes, newest = self._epochs.get(last.dataset, (0, -1))
             if last.number > newest:
                 self._epochs[last.dataset] = passes + 1, last.number
                 last.epoch = passes + 1
-                self.fed_passes += 1
-                self.order.see_feeding_pass(last.iterator())
+                self._figures.fed_passes += 1
+                self._order.see_feeding_pass(last.iterator())
+            self._figures.loader_place = last.epoch, last.fed, last.batches
+            self._has_fed = True
 
     def _credit(self) -> None:
         """Count the samples since the last step, without those of passes that feed no step."""
@@ -97,22 +100,35 @@ class DataLoadingMeter(Observer):
                 feeding = [each for each in feeding if each.feeds or each.is_unfinished] or feeding
             if not feeding and self._last in self._pending:  # read to its end before, into a list
                 feeding = [self._last]
-            samples = self.samples if self._has_stepped else None
+            samples = self._samples if self._has_stepped else None
             for each in feeding:
                 samples = (samples or 0) + self._pending[each]
                 each.feeds = True
             self._pending.clear()
-            self.samples, self._has_stepped = samples, True
+            self._samples, self._has_stepped = samples, True
 
-    def position(self) -> dict[str, int | None]:
-        """Return ``epoch``, ``batch`` and ``batches`` of the loader that feeds the steps.
+    def refresh(self) -> None:
+        """Write what was found about the order of the data: on rank 0, as all run one program."""
+        finding = self._order.take()
+        if finding is not None and self._rank == 0:
+            self._writer.write(ev.RunNote.of(finding))
 
-        Before the first step, of the loader that gave the last batch. Unknown values are None.
-        """
-        at = self._fed or self._last
-        if at is None:
-            return {"epoch": None, "batch": None, "batches": None}
-        return {"epoch": at.epoch, "batch": at.fed or at.batch, "batches": at.batches}
+    def counts(self, reason: ReportReason) -> dict[str, Any]:
+        """Return the waiting, the samples, and the position of the loader that feeds the steps."""
+        _, batch, batches = self._figures.loader_place
+        samples = self._samples
+        return {"waited": self._waited, "samples": samples, "batch": batch, "batches": batches}
+
+    def on_training_end(self, wait: bool) -> None:
+        """Write what is left: with `wait`, also a note if loaders with data gave no batch."""
+        self.refresh()
+        if wait and self._empty and self._newest is None and not self._figures.steps:
+            note = (
+                f"a loader of {self._empty:,} samples gave no batch, so nothing was trained: each "
+                "rank's part of the samples is smaller than a batch. Make `batch_size` smaller, or "
+                "leave out `drop_last=True`"
+            )
+            self._writer.write(ev.RunNote.of(Finding("no-batch", note, flaw="no batch was read")))
 
     def on_batch_indexes(self, it: Any, index: Any) -> None:
         """Record how many samples a batch requests, because collating may change their number."""
@@ -124,13 +140,11 @@ class DataLoadingMeter(Observer):
         asked[1].append(len(index) if hasattr(index, "__len__") else None)
 
     def on_batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
-        """Count a batch and the time that the training waited for it, and report if that is due.
-
+        """Count a batch and the time that the training waited for it.
         The first batch of a pass begins a new `LoaderPass`, kept as an attribute of the iterator.
         """
-        now = time.monotonic()
         if threading.get_ident() in (self._main, self._trainer):
-            self.waited += now - start
+            self._waited += time.monotonic() - start
         passed, count = vars(it).get("_nbtrain_pass"), it._num_yielded
         if passed is None or count == 1:
             number = self._newest.number + 1 if self._newest is not None else 1
@@ -138,13 +152,18 @@ class DataLoadingMeter(Observer):
             self._newest = it._nbtrain_pass = passed
             self._remember_dataset(it._dataset)
         passed.batch = count - is_ahead
-        self._last = passed
+        self._set_last(passed)
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
         size = asked.popleft() if asked else _batch_size(it, batch)
         if is_ahead:
             passed.ahead, size = size, passed.ahead
         self._count_samples(passed, size)
-        self._tick(start, now)
+
+    def _set_last(self, passed: LoaderPass) -> None:
+        """Take note of the pass that has given the last batch."""
+        self._last = passed
+        if not self._has_fed:
+            self._figures.loader_place = passed.epoch, passed.batch, passed.batches
 
     def _remember_dataset(self, dataset: Any) -> None:
         """Restart the count for a data set with the id of a freed one, as of an earlier fold."""
@@ -166,13 +185,12 @@ class DataLoadingMeter(Observer):
             if size is not None:
                 self._pending[passed] = self._pending.get(passed, 0) + size
                 if not self._has_stepped:
-                    self.samples = (self.samples or 0) + size
+                    self._samples = (self._samples or 0) + size
 
     def on_loader_end(self, it: Any) -> None:
         """Take note that a pass has read all, as a validation does.
 
-        Counts a batch that was read ahead. A pass without any batch is remembered for
-        `nothing_read`.
+        Counts a batch that was read ahead. A pass without any batch is remembered for the end.
         """
         passed = vars(it).get("_nbtrain_pass")
         if passed is None:  # it gave no batch, perhaps since a small one is left out
@@ -182,18 +200,9 @@ class DataLoadingMeter(Observer):
         passed.batch = it._num_yielded
         if passed.ahead:
             self._count_samples(passed, passed.ahead)
-            self._last, passed.ahead = passed, 0
+            self._set_last(passed)
+            passed.ahead = 0
         passed.is_aside = True
-
-    def nothing_read(self) -> str:
-        """Return a note if loaders with data were read and gave no batch, else ""."""
-        if not self._empty or self._newest is not None:
-            return ""
-        return (
-            f"a loader of {self._empty:,} samples gave no batch, so nothing was trained: each "
-            "rank's part of the samples is smaller than a batch. Make `batch_size` smaller, or "
-            "leave out `drop_last=True`"
-        )
 
 
 def _length(iterator: Any) -> int | None:

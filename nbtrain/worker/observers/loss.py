@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...tracking import clock
+from ...tracking import events as ev
 from ...tracking.limits import MAX_BINS
 from .. import limits
-from ..device_scalars import ScalarReader, captures, is_late
-from ..hooks import Observer, losses
+from ..device_scalars import captures, is_late
+from ..hooks import losses
+from ..rank_context import RankContext
+from .reports import Meter, ReportReason
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ class _Moment:
     """The whole number that the user's code divided it by, before backward."""
 
 
-class LossMeter(Observer):
+class LossMeter(Meter):
     """Keeps the last loss. A loss on a GPU is read later (`nbtrain.worker.device_scalars`).
 
     If a step has several losses, the last one counts: an earlier one may belong to an adversarial
@@ -40,23 +43,15 @@ class LossMeter(Observer):
     A loss that is unknown because of a scaler, such as a sum of scaled losses, is not reported.
     """
 
-    def __init__(
-        self,
-        reader: ScalarReader,
-        on_diverged: Callable[[float, int], None],
-        on_loss: Callable[[Any], None],
-    ) -> None:
-        self._reader, self._on_diverged, self._on_loss = reader, on_diverged, on_loss
+    def __init__(self, context: RankContext) -> None:
+        self._figures, self._reader = context.figures, context.scalars
+        self._writer, self._rank = context.writer, context.rank
         self._not_finite = 0  # in a row
         self._first: tuple[float, int] = math.nan, 0  # of that row: the loss, and steps before it
         self._suspect: _Moment | None = None  # of the last in that row
-        self.has_diverged = False
-        """Whether the losses of the last steps were not finite."""
-        self.total, self.count = 0.0, 0
-        """The sum of the finite losses, and how many there were."""
-        self.before_step = 0.0, 0
-        """Both, at the last step."""
-        self._steps = 0
+        self._has_diverged = False  # the losses of the last steps were not finite
+        self._is_reported = False  # that they were not
+        self._total, self._count = 0.0, 0  # of the finite losses: the sum, and how many
         self._moment = _Moment(0)  # of the last backward
         self._moment_on_device = self._moment
         self._each: list[tuple[_Moment, float]] = []  # since the last report
@@ -73,20 +68,24 @@ class LossMeter(Observer):
         self._shares_to_take: list[tuple[_Moment, float]] = []  # losses, until that is known
         self._due = 0.0
 
-    def take(self) -> float | None:
-        """Return the last loss once; None until there is a newer one.
+    def counts(self, reason: ReportReason) -> dict[str, Any]:
+        """Return the last loss if it is new, or at the end in any case, and points of the curves.
 
         The same loss a second time would be a point of the curve that was not measured.
         """
-        value, self._value = self._value, None
-        self._reported = self._reported if value is None else value
-        return value
+        counts: dict[str, Any] = {"has_diverged": self._has_diverged}
+        if reason == "end":
+            counts["loss"] = self._last()
+        elif reason == "interval":
+            counts["loss"], self._value = self._value, None
+            self._reported = self._reported if counts["loss"] is None else counts["loss"]
+        return counts if reason == "rest" else {**counts, "losses": self._take_each()}
 
-    def last(self) -> float | None:
+    def _last(self) -> float | None:
         """Return the last loss that is known."""
         return self._reported if self._value is None else self._value
 
-    def read_last(self) -> None:
+    def _read_last(self) -> None:
         """Begin to read the last loss on a GPU, however recently one was read."""
         if self._on_device is not None:
             moment = self._moment_on_device
@@ -94,19 +93,25 @@ class LossMeter(Observer):
                 {"loss": self._on_device}, lambda values: self._take_arrived(values, moment)
             )
 
-    def settle(self) -> None:
-        """Take the losses that waited for the length of an accumulation; the training has ended.
+    def on_training_end(self, wait: bool) -> None:
+        """Take the losses that waited for the length of an accumulation, or for a device.
 
         If no optimizer of torch's has stepped, the loop has made steps of its own: a last loss that
         is not finite is then judged as one that a step followed.
         """
+        if wait:
+            self._read_last()
+        self._reader.finish(wait)
         self._take_shares()
-        if self._suspect is not None and not self._steps:
+        has_read = self._figures.loader_place[1] is not None
+        if self._suspect is not None and has_read and not self._figures.steps:
             self._suspect.has_led_to_step = True
             self._judge(self._suspect)
+        self._figures.losses = self._total, self._count
+        self._figures.last_loss = self._last()
 
-    def note_step(self, optimizer: Any, steps: int) -> None:
-        """Assign the last loss to a step of `optimizer`, which is the step number `steps`.
+    def on_step(self, optimizer: Any) -> None:
+        """Assign the last loss to a step of `optimizer`.
 
         Reports divergence if that loss is not finite and the step was not skipped, see `_judge`.
         """
@@ -115,8 +120,8 @@ class LossMeter(Observer):
         self._shares = 0
         if self._shares_to_take:
             self._take_shares()
-        self._steps = steps
-        self.before_step = self.total, self.count
+        figures = self._figures
+        figures.losses_before, figures.losses = figures.losses, (self._total, self._count)
         if not self._moment.optimizer:
             self._moment.optimizer = key = id(optimizer)
             if key != self._last_owner or self._takes_turns:
@@ -139,7 +144,7 @@ class LossMeter(Observer):
         """
         if key in self._owners and key != self._last_owner and not self._takes_turns:
             self._takes_turns = True
-            self.total, self.count = 0.0, 0  # until now of all losses, from now on of the first's
+            self._total, self._count = 0.0, 0  # until now of all losses, from now on of the first's
         if key not in self._owners:
             self._owners.append(key)
         self._last_owner = key
@@ -150,10 +155,10 @@ class LossMeter(Observer):
 
     def _add(self, value: float) -> None:
         if value - value == 0.0:  # the fastest test for a finite number
-            self.total += value
-            self.count += 1
+            self._total += value
+            self._count += 1
 
-    def take_each(self) -> tuple[tuple[int, float, str], ...]:
+    def _take_each(self) -> tuple[tuple[int, float, str], ...]:
         """Return the losses since the last call that are points of a curve: (step, loss, curve).
 
         The curve is "", or ``loss 2`` for the second of optimizers that take turns. With these, a
@@ -177,28 +182,10 @@ class LossMeter(Observer):
     def on_backward(self, loss: Any) -> None:
         """Take a loss: on a CPU its value at once, since its owner may change it in place.
 
-        On a GPU or TPU, it is read later. What is no tensor is ignored, and so is a subclass that
-        computes in its own way.
+        On a GPU or TPU, it is read later.
         """
-        torch: Any = sys.modules["torch"]
-        if not isinstance(loss, torch.Tensor):
-            return
-        if type(loss) is torch.Tensor:
-            self._keep_value(loss, torch)
-        # A subclass that only has methods of its own (fastai's, MONAI's) holds a value as a tensor
-        # does. One that computes in its own way (DTensor) may need other ranks for it.
-        elif type(loss).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._keep_value(loss, torch)
-
-    def _keep_value(self, loss: Any, torch: Any) -> None:
-        """Keep a loss that is a single number, and read it or begin to read it."""
-        if not loss.is_floating_point() or loss.ndim:
-            return
-        self._moment = _Moment(self._steps, divisor=losses.divisor(loss))
+        self._moment = _Moment(self._figures.steps, divisor=losses.divisor(loss))
         self._shares += 1
-        if self._steps < MAX_BINS:  # who compares ranks wants the first few
-            self._on_loss(loss)
         if loss.device.type == "cpu":
             self._take(loss.item(), self._moment)
         elif is_late(loss.device.type):  # reading any other would wait for the device
@@ -207,12 +194,12 @@ class LossMeter(Observer):
             self._on_device, self._moment_on_device = loss.detach(), self._moment
             now = time.monotonic()
             is_cuda = loss.device.type == "cuda"
-            if now >= self._due and not (is_cuda and captures.under_way(torch)):
+            if now >= self._due and not (is_cuda and captures.under_way(sys.modules["torch"])):
                 self._due = now + limits.REPORT_INTERVAL_S
                 self._to_read = len(self._owners) if self._takes_turns else 1
             if self._to_read:
                 self._to_read -= 1
-                self.read_last()
+                self._read_last()
 
     def _take_arrived(self, values: dict[str, Any], moment: _Moment) -> None:
         if "loss" in values:
@@ -233,7 +220,7 @@ class LossMeter(Observer):
         if moment.steps < MAX_BINS or self._takes_turns:
             self._remember(moment, value)
         if math.isfinite(value):
-            self._not_finite, self._suspect, self.has_diverged = 0, None, False
+            self._not_finite, self._suspect, self._has_diverged = 0, None, False
             return
         if not self._not_finite:
             self._first = value, moment.steps
@@ -256,8 +243,11 @@ class LossMeter(Observer):
         With a scaler, only after `MAX_SKIPPED_LOSSES` in a row, since the scaler may skip the step.
         Sets `has_diverged` in any case where a step followed.
         """
-        self.has_diverged = self.has_diverged or moment.has_led_to_step
+        self._has_diverged = self._has_diverged or moment.has_led_to_step
         if self._not_finite >= limits.MAX_SKIPPED_LOSSES or (
-            self.has_diverged and not self._has_scaler
+            self._has_diverged and not self._has_scaler
         ):
-            self._on_diverged(*self._first)
+            loss, steps = self._first
+            if not self._is_reported:
+                self._is_reported = True
+                self._writer.write(ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..hooks import Observer
+from .reports import Meter, ReportReason
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
-class PrecisionMeter(Observer):
+class PrecisionMeter(Meter):
     """Finds out whether autocast is on, what Accelerate is set to, and of what the weights are."""
 
     def __init__(self) -> None:
@@ -26,6 +26,10 @@ class PrecisionMeter(Observer):
                 kind = "xla" if parameter.device.type == "xla" else str(parameter.dtype)
                 sizes[kind] = sizes.get(kind, 0) + parameter.numel()
         self._weights = max(sizes, key=lambda kind: sizes[kind], default="")
+
+    def counts(self, reason: ReportReason) -> dict[str, Any]:
+        """Return the precision."""
+        return {"precision": self.value()}
 
     def value(self) -> str:
         """Return ``no``, ``bf16``, ``fp16``, ``fp8``, or ``bf16 weights`` for pure half precision.

@@ -20,11 +20,11 @@ from ....planning.task_values import source_lines
 from ....system.source_files import RANK_BODY, is_library
 from ....tracking import clock
 from ....tracking import events as ev
-from ....tracking.event_log import EventWriter
 from ... import hooks, limits
 from ...device_scalars import captures
-from ...hooks import Observer
 from ...hooks.guard import guard_step
+from ...rank_context import RankContext
+from ..reports import Meter
 
 _OTHERS = ("horovod", "mpi4py", "hivemind", "torchft", "flwr", "byteps", "torch_xla")
 """Libraries that ranks can use to train together without torch's process group."""
@@ -44,19 +44,19 @@ _SPLITTERS = ("DistributedSampler", "DistributedSamplerWrapper", "BatchSamplerSh
 _harmless = guard_step("comparing the ranks' work")
 
 
-class WorkSampler(Observer):
+class WorkSampler(Meter):
     """Collects the evidence; it keeps no model, batch or loss of the user's alive."""
 
     purpose = "comparing the ranks' work"
 
-    def __init__(self, writer: EventWriter, rank: int, world_size: int, task: Task | None) -> None:
-        self._writer, self._rank, self._task = writer, rank, task
-        self._world_size = world_size
+    def __init__(self, context: RankContext) -> None:
+        self._figures, self._writer = context.figures, context.writer
+        self._rank, self._task = context.rank, context.job.plan.task
+        self._world_size = context.world_size
         self._batches: list[str] = []
         self._splits_data = False
         self._gathers = self._has_buffers = self._has_stepped = False
         self._losses: list[Any] = []  # numbers, or detached tensors on a GPU
-        self._steps = 0
         self._has_joined = False
         self._counts: tuple[int, int] | None = None  # of collectives: first and last
         self._wraps: set[str] = set()
@@ -65,67 +65,65 @@ class WorkSampler(Observer):
         self._place: tuple[str, int] | None = None
         """The line of the user's code that steps: a file and a number."""
         self._library = ""
-        self.is_sampling = world_size > 1
-        """Whether batches and losses still count."""
+        self._is_sampling = True  # batches and losses still count
 
     def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Keep a checksum of one of the first batches; after them, stop being notified."""
-        if self.is_sampling and len(self._batches) < limits.COMPARED_STEPS:
+        if self._is_sampling and len(self._batches) < limits.COMPARED_STEPS:
             self._splits_data = self._splits_data if self._batches else _splits_data(iterator)
             self._batches.append(digest(batch))
             self._look_at_group()
         else:
             hooks.drop(self, hooks.notify.on_batch)
 
-    @_harmless
-    def see_loss(self, loss: Any) -> None:
-        """Keep a loss on CPU or CUDA for the comparison, while it samples.
+    def on_backward(self, loss: Any) -> None:
+        """Keep one of the first losses on CPU or CUDA; after them, stop being notified.
 
         Also notes whether collectives ran between the step before and this loss.
         """
         if self._has_stepped and self._counts is not None:  # DDP broadcasts buffers in between
             self._gathers |= not self._has_buffers and collectives() != self._counts[1]
         self._has_stepped = False
-        is_wanted = self.is_sampling and len(self._losses) < limits.COMPARED_STEPS
+        is_wanted = self._is_sampling and len(self._losses) < limits.COMPARED_STEPS
         if is_wanted and loss.device.type in ("cpu", "cuda"):
             self._losses.append(loss.item() if loss.device.type == "cpu" else loss.detach())
+        if not self._is_sampling:
+            hooks.drop(self, hooks.notify.on_backward)
 
-    @_harmless
-    def note_step(self, optimizer: Any, steps: int) -> None:
-        """Take note of one of the first optimizer steps; report after the last of them."""
-        self._steps = steps
+    def on_step(self, optimizer: Any) -> None:
+        """Take note of one of the first steps; report after them, and stop being notified."""
         if self._place is None:
             self._place, self._library = _user_place()
             self._excuse |= _trains_otherwise(optimizer)
             every = [p for group in optimizer.param_groups for p in group["params"]]
             stride = -(-len(every) // limits.COMPARED_STEPS) or 1
             self._trained = [weakref.ref(p) for p in every[::stride]]
-        self.look_at_exchange()
-        self._has_stepped = self.is_sampling
+        self._count_exchanges()
+        self._has_stepped = self._is_sampling
         torch: Any = sys.modules["torch"]
         is_capturing = torch.cuda.is_initialized() and captures.under_way(torch)
-        if steps >= limits.COMPARED_STEPS and not is_capturing:
-            self.is_sampling = False
+        if self._figures.steps >= limits.COMPARED_STEPS and not is_capturing:
+            self._is_sampling = False
+            hooks.drop(self, hooks.notify.on_step)
             self._report(None, is_last=False)
 
     @_harmless
-    def look_at_exchange(self) -> None:
-        """Count the collectives of all groups so far."""
+    def refresh(self) -> None:
+        """Count the collectives so far, also when it is no longer notified of steps."""
+        self._count_exchanges()
+
+    def _count_exchanges(self) -> None:
         self._look_at_group()
-        if self._has_joined and self._steps > 1:
+        if self._has_joined and self._figures.steps > 1:
             count = collectives()
             self._counts = (count if self._counts is None else self._counts[0], count)
 
-    @_harmless
-    def report(self, steps: int, loss: float | None) -> None:
-        """Write the evidence at the end of the training, with its `steps` and its last `loss`.
-
-        Does nothing in a single rank. Ends the sampling.
-        """
-        if self._world_size > 1:
-            self._steps, self.is_sampling = steps, False
+    def on_training_end(self, wait: bool) -> None:
+        """With `wait`, write the evidence with a last loss and a checksum of the weights."""
+        self._is_sampling = False
+        if wait:
             self._look_at_group()
-            self._report(loss, is_last=True)
+            self._report(self._figures.last_loss, is_last=True)
 
     def _report(self, loss: float | None, *, is_last: bool) -> None:
         """Write the evidence so far as one event; the last has a checksum of the weights.
@@ -133,14 +131,14 @@ class WorkSampler(Observer):
         Waits for losses that are on a GPU. Writes nothing before a first step or batch.
         """
         self._losses = [float(value) for value in self._losses]
-        if not (self._steps or self._batches):
+        if not (self._figures.steps or self._batches):
             return
         asks, gathers, ignores = read_source(self._task)
         file, line = self._place or ("", 0)
         sample = ev.WorkSample(
             clock.now(),
             self._rank,
-            steps=self._steps,
+            steps=self._figures.steps,
             losses=tuple(self._losses),
             batches=tuple(self._batches),
             splits_data=self._splits_data,
