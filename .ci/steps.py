@@ -290,10 +290,9 @@ tests -n 4 -m "not slow and not timing" \
     tests/engines/process/test_forking.py tests/worker/test_rank_environment.py \
     tests/engines/test_contract.py tests/commands/test_magics.py \
     tests/end_to_end/test_failures.py tests/end_to_end/test_kernel_health.py \
-    tests/worker/observers/test_training_meter.py tests/worker/observers/test_loss.py \
+    tests/worker/observers/test_reports.py tests/worker/observers/test_loss.py \
     tests/worker/observers/test_data_loading.py tests/transport/weights/test_sender.py \
     tests/transport
-tests -k too_old tests/hangs/test_stack_dumps.py
 {last}""",
             needs=("wheel",),
             limit=3600,

@@ -163,9 +163,9 @@ TESTED_TOGETHER = {
     "ui/displays/*": "ui/displays/test_select.py",  # through a real kernel
     "ui/*": "tracking/test_state.py",
     "tracking/limits": "tracking/test_pruning.py",
-    "worker/limits": "worker/observers/test_training_meter.py",
+    "worker/limits": "worker/observers/test_reports.py",
     "worker/hooks/*": "worker/hooks/test_hooks.py",
-    "worker/observers/*": "worker/observers/test_training_meter.py",
+    "worker/observers/*": "worker/observers/test_reports.py",
     "worker/*": "engines/test_contract.py",
 }
 """Modules without a test file of their own, by the test file that tries them with others."""

@@ -30,7 +30,7 @@ NOT_LOOPS = (  # wrong on purpose, plain on purpose, for one rank
     "test_summary.py",
     "test_lint.py",
     "test_uncalled_function.py",
-    "test_training_meter.py",
+    "test_reports.py",
     "test_work_sample.py",
     "test_data_loading.py",
     "telemetry.py",
