@@ -170,6 +170,17 @@ look()
 """
 
 
+def start_whole(start_kernel: Callable[..., Notebook]) -> Notebook:
+    """Start a kernel that has all of its threads.
+
+    If another process takes the port of the heartbeat before the kernel does, that thread ends.
+    """
+    while True:
+        kernel = start_kernel(warm=False)
+        if kernel.value("any(t.name == 'Heartbeat' for t in __import__('threading').enumerate())"):
+            return kernel
+
+
 @pytest.mark.slow
 def test_a_kernel_that_was_idle_is_as_one_without_nbtrain(
     start_kernel: Callable[..., Notebook], tmp_path: Path
@@ -177,7 +188,7 @@ def test_a_kernel_that_was_idle_is_as_one_without_nbtrain(
     """Signals, hooks, limits, environment, random states, threads, files, logging, torch."""
     states, kernels, mark = [], [], tmp_path / "imported"
     for load in ("", "%load_ext nbtrain"):
-        kernel = start_kernel(warm=False)
+        kernel = start_whole(start_kernel)
         kernel.run(
             "import random, accelerate, numpy, torch, transformers\n"
             f"random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n{load}"
