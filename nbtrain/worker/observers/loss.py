@@ -28,6 +28,8 @@ class _Moment:
     """Whether an optimizer step followed, before the next backward."""
     optimizer: int = 0
     """The id of the first optimizer that stepped then."""
+    step: int = 0
+    """The number of that step: the second of a round has the number of the first."""
     value: float | None = None
     """The loss, once it is known."""
     divisor: int = 1
@@ -124,6 +126,7 @@ class LossMeter(Meter):
         figures.losses_before, figures.losses = figures.losses, (self._total, self._count)
         if not self._moment.optimizer:
             self._moment.optimizer = key = id(optimizer)
+            self._moment.step = figures.steps
             if key != self._last_owner or self._takes_turns:
                 self._note_owner(key)
         if getattr(optimizer, "found_inf", None) is None:  # else a scaler has it skip by itself
@@ -170,7 +173,7 @@ class LossMeter(Meter):
         if each and not each[-1][0].optimizer:  # no step has followed yet
             self._each = [each.pop()]
         return tuple(
-            (moment.steps + 1, value, f"loss {self._owners.index(moment.optimizer) + 1}")
+            (moment.step, value, f"loss {self._owners.index(moment.optimizer) + 1}")
             for moment, value in each
             if moment.optimizer in self._owners
         )
