@@ -89,7 +89,9 @@ class Part:
     devices: frozenset[str] | None = None
     """The kinds of device whose ranks use the `rank_side`; None: all."""
     provides: Mapping[str, str] = field(default_factory=dict)
-    """What other parts may load with `load_provided`."""
+    """What others may load with `load_provided`."""
+    switch: str = ""
+    """What switches the part off in ``NBTRAIN_DISABLE``, if no option or engine does."""
 
 
 @functools.cache

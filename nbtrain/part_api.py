@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .part import PASS, Command, Part, Typed
     from .planning.cell import name_with_lookalikes
     from .planning.option_parser import check_parsed, parser, plan_fields, split_line
+    from .planning.option_types import check_allowed
     from .planning.plan import Call, Cell, Plan, Task
     from .planning.secrets import mask_source
     from .planning.world import Placement
@@ -68,6 +69,7 @@ _NAMES = {
     "part": "Command PASS Part Typed",
     "planning.cell": "name_with_lookalikes",
     "planning.option_parser": "check_parsed parser plan_fields split_line",
+    "planning.option_types": "check_allowed",
     "planning.plan": "Call Cell Plan Task",
     "planning.secrets": "mask_source",
     "planning.world": "Placement",
@@ -129,6 +131,7 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "SpawnEngine",
     "Task",
     "Typed",
+    "check_allowed",
     "check_parsed",
     "clock",
     "connect",

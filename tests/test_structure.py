@@ -150,7 +150,7 @@ TESTED_TOGETHER = {
     "parts/tpu/compilation": "parts/tpu/test_xla_telemetry.py",
     "planning/limits": "planning/test_task_values.py",
     "planning/[fop]*": "planning/test_option_types.py",
-    "planning/world": "parts/nodes/test_engine.py",
+    "planning/world": "worker/test_rank_environment.py",
     "system/files": "tracking/test_event_log.py",
     "system/network": "system/test_host.py",
     "system/processes": "system/test_host.py",

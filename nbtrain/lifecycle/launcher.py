@@ -33,7 +33,6 @@ from ..planning.option_parser import (
 )
 from ..planning.option_types import SOURCES
 from ..planning.plan import Call, Plan
-from ..planning.world import Rendezvous
 from ..system import gpus, host
 from ..system.source_files import cell_name
 from ..system.text import plural, with_article
@@ -271,15 +270,11 @@ def notebook_launcher(
             "notebook_launcher(trainer.train, num_processes=2)"
         )
     args = read_arguments(args)
-    nodes = None
+    rendezvous = None
     if (num_nodes, node_rank) != (1, 0):
-        meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
-        nodes = Rendezvous(num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id)
-        if max_restarts:
-            raise PlanError(
-                "max_restarts works on one node only. Save checkpoints, and after a failure run "
-                "the cell again on every node"
-            )
+        meet = part.load_provided("nodes", "rendezvous", "`num_nodes`")
+        address = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
+        rendezvous = meet(num_nodes, node_rank, address, rdzv_backend, rdzv_conf or {}, rdzv_id)
     check_rank_argument(function, args, {})
     call = Call(function, args)
     plan = Plan(
@@ -287,9 +282,9 @@ def notebook_launcher(
         call.name,
         num_processes=num_processes,
         mixed_precision=str(getattr(mixed_precision, "value", mixed_precision)).lower(),
-        port=None if nodes is not None else _requested_port(use_port),
+        port=_requested_port(use_port) if rendezvous is None else None,
         max_restarts=max_restarts,
-        nodes=nodes,
+        rendezvous=rendezvous,
     )
     return run_plan(plan)
 

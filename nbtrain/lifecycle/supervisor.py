@@ -109,8 +109,8 @@ class Supervisor:
         self._retry_reason = ""
         self._presses = 0
         self._next_folder_check = 0.0
-        # This host does not see ranks of other nodes, so no deadlock is certain.
-        is_sure = plan.nodes is None or plan.on_hang != "deadlock"
+        # The ranks of other launches are not seen here, so no deadlock with them is certain.
+        is_sure = plan.rendezvous is None or plan.on_hang != "deadlock"
         self._on_hang = plan.on_hang if is_sure else "report"
         self._places = ""
         self._has_warned_unresponsive = False

@@ -11,7 +11,6 @@ from typing import Any, get_args
 from ..errors import PlanError
 from . import option_types as options
 from .option_types import option
-from .world import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -280,8 +279,9 @@ class Plan:
     port: int | None = None
     """The port where the ranks meet; None for any free one."""
 
-    nodes: Rendezvous | None = None
-    """This node, and where the nodes meet, for a launch on several."""
+    rendezvous: object | None = None
+    """How the ranks meet the ranks of other launches, to train with them as one world: an object of
+    the part that starts such ranks. Without it, the ranks of this launch are the whole world."""
 
     scaling: bool = False
     """Whether this is a run of ``%nbtrain scaling``: its ranks time every step."""
@@ -297,6 +297,11 @@ class Plan:
         """Whether the run continues after the cell has returned, or even after the kernel ended."""
         return self.background or self.detach
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether the world has several ranks, in this launch or in others."""
+        return self.num_processes != 1 or self.rendezvous is not None
+
     def hide_notify_addresses(self) -> Plan:
         """Return the plan without the addresses of messages, for engines and ranks."""
         return replace(self, notify=()) if self.notify else self
@@ -304,8 +309,6 @@ class Plan:
     def __post_init__(self) -> None:
         for each in OPTIONS:
             each.check(getattr(self, each.field), f"`{each.argument}`")
-        if self.nodes is not None:
-            options.check_allowed("num_nodes", "`num_nodes`")
         if self.is_live:
             options.check_allowed("live", "%nbtrain start")
         precision_is_known = self.mixed_precision is not None or self.config is None

@@ -37,8 +37,8 @@ class Job:
     """Whether the rank's process keeps running after the task, with its variables and groups."""
     is_mirrored: bool = False
     """Whether `folder` is copied to the notebook's host as it grows, and then deleted."""
-    keeps_checkpoints: bool = True
-    """Whether all ranks see the run's folder, where `nbtrain.checkpoint` saves."""
+    checkpoint_refusal: str = ""
+    """Why `nbtrain.checkpoint` cannot save in the run's folder; "" if it can."""
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What a fork does not copy: the names of the notebook's ``threads``, and the packages of those
     that ``libraries`` started."""

@@ -31,7 +31,6 @@ from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
 from . import (
-    checkpoints,
     failure_evidence,
     hooks,
     nested_launches,
@@ -136,7 +135,6 @@ def _make_context(job: Job, rank: int) -> RankContext:
     In a live rank, it shares with the context of the process what outlives a task.
     """
     stopper = stopping.install(job.folder.stopping_file)
-    refusal = "" if job.keeps_checkpoints else checkpoints.NOT_SHARED
     process = rank_context.current() if job.is_live else None
     return RankContext(
         job=job,
@@ -145,7 +143,7 @@ def _make_context(job: Job, rank: int) -> RankContext:
         writer=EventWriter(job.folder.events(rank)),
         reserve=_reserve_last_file(job, process),
         stopper=stopper,
-        checkpoint_refusal=refusal if process is None else process.checkpoint_refusal,
+        checkpoint_refusal=(job if process is None else process).checkpoint_refusal,
     )
 
 

@@ -37,4 +37,5 @@ PART = Part(
         "stop": Command(_RUN),
     },
     launch_side="live.launch_side:LiveLaunch",
+    switch="live",
 )
