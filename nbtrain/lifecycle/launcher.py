@@ -46,7 +46,6 @@ from ..transport.limits import CONNECT_TIMEOUT_S
 from ..transport.weights.receiver import ResultReceiver
 from ..ui.displays import prompt as prompts
 from ..ui.displays import select
-from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_rank_traceback
 from ..worker import nested_launches, rank_context
@@ -360,9 +359,10 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
 
 
 def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Display:
-    if engine.ranks_stay and plan.view == "auto":
-        return CellOutput(choose)
-    return select.with_outputs(choose(inline=engine.runs_in_kernel))
+    """Return what shows a run: the display of a part, or the board and its outputs."""
+    shown = (side.display(plan, engine, choose) for side in launch_sides())
+    of_part = next((each for each in shown if each is not None), None)
+    return of_part or select.with_outputs(choose(inline=engine.runs_in_kernel))
 
 
 def _replace_zero_ranks(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -449,15 +449,15 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     on_device = [run for run in others if run.state.device == device]
     last = (on_device or others)[-1]
     other = f"Run {last.folder.name} of this notebook is still running in the background"
-    if last.state.is_live:
-        other = "Live ranks (%nbtrain start) are running"
+    if last.state.takes_tasks:
+        other = f"The {last.state.name} of this notebook are running"
     has_own_gpus = device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env
     if device == "cpu" or has_own_gpus or not on_device:
         return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
-    if last.state.is_live:
+    if last.state.takes_tasks:
         raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(
         f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "

@@ -103,7 +103,7 @@ class Supervisor:
             plan.timeout,
             sees_training="steps" in plan.telemetry,
             ranks_stay=ranks_stay,
-            failures_end=not plan.is_live,
+            failures_end=not plan.takes_tasks,
         )
         self._exit_causes = ExitCauses(folder, ranks_stay=ranks_stay)
         self._retry_reason = ""
@@ -190,7 +190,7 @@ class Supervisor:
         return exits
 
     def _warn_unresponsive_ranks(self) -> None:
-        """Warn once about live ranks that ignore an interrupt, and print how to end them."""
+        """Warn once about ranks that ignore an interrupt and stay, and print how to end them."""
         if not self._has_warned_unresponsive:
             self._has_warned_unresponsive = True
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]

@@ -286,11 +286,11 @@ class Plan:
     scaling: bool = False
     """Whether this is a run of ``%nbtrain scaling``: its ranks time every step."""
 
-    is_live: bool = False
-    """Whether this starts live ranks (`nbtrain.start`), which run until they are stopped."""
+    takes_tasks: bool = False
+    """Whether the ranks wait for tasks until they are stopped; one that fails ends no other."""
 
     is_post_mortem: bool = False
-    """Whether this debugs the failure of the task before it, on live ranks."""
+    """Whether this debugs the failure of the task before it, on ranks that stayed."""
 
     @property
     def is_background(self) -> bool:
@@ -309,8 +309,6 @@ class Plan:
     def __post_init__(self) -> None:
         for each in OPTIONS:
             each.check(getattr(self, each.field), f"`{each.argument}`")
-        if self.is_live:
-            options.check_allowed("live", "%nbtrain start")
         precision_is_known = self.mixed_precision is not None or self.config is None
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")

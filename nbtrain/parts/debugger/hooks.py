@@ -45,7 +45,7 @@ class DebuggerRank(RankSide):
         for module in ("pdb", "IPython.core.debugger"):
             instrumentation.patch(module, "set_trace", debugging.set_trace)
         instrumentation.patch("pdb", "post_mortem", debugging.post_mortem)
-        if job.plan.debug or job.is_live:
+        if job.plan.debug or job.ranks_stay:
             instrumentation.patch(
                 "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
             )
@@ -59,7 +59,7 @@ class DebuggerRank(RankSide):
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if self._debugging is not None and context.job.plan.debug and not is_interrupt:
             self._debugging.look_into(error)
-        if context.job.is_live:
+        if context.job.ranks_stay:
             self._failed = error  # with its frames, until the next task
 
     def debug_failure(self) -> None:

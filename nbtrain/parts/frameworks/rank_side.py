@@ -100,13 +100,13 @@ class FrameworksRank(RankSide):
 
             send_weights(self._models, self._rank, context.job.folder, self._writer)
         # Otherwise a cell may continue.
-        if "jax._src.distributed" in sys.modules and not context.job.is_live:
+        if "jax._src.distributed" in sys.modules and not context.job.ranks_stay:
             from .joining import leave_jax
 
             leave_jax()
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
-        if "jax._src.distributed" in sys.modules and not context.job.is_live:
+        if "jax._src.distributed" in sys.modules and not context.job.ranks_stay:
             from .joining import abandon_jax
 
             abandon_jax()

@@ -138,6 +138,14 @@ def _split_rank(text: str) -> tuple[str, int | None]:
     return text[: match.start()] + text[match.end() :], int(match[1])
 
 
+def rank_options(line: str) -> str:
+    """Return the options for the line of ``%%rank``. Raises `PlanError` if it names no ranks."""
+    ranks, _, rest = line.strip().partition(" ")
+    if not ranks:
+        raise PlanError("%%rank needs the ranks that run the cell: %%rank 0, or %%rank 0,2-3")
+    return f"--ranks {ranks} {rest}"
+
+
 def check_options(options: Namespace) -> None:
     """Refuse options of ``%%distributed`` that mean nothing on live ranks. Raises `PlanError`."""
     for option in OPTIONS:

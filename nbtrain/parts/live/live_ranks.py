@@ -43,6 +43,7 @@ from ...part_api import (
     PlanError,
     Run,
     RunFolder,
+    check_allowed,
     clock,
     format_duration,
     format_ranks,
@@ -103,12 +104,13 @@ def start(
             f"nbtrain.start has no option {unknown[0]!r}; its options are {', '.join(_OPTIONS)}"
         )
     IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
+    check_allowed("live", "%nbtrain start")
     if current() is not None:
         raise PlanError("live ranks are already running. End them first: %nbtrain stop")
     secret = secrets.token_hex(16)
     fields = plan_fields({"num_processes": num_processes, **options})
     fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
-    plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
+    plan = Plan(Call(serve), _NAME, takes_tasks=True, **{**fields, "sync": False})
     folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=socket_folder()))
     try:
         with contextlib.closing(_listener(plan, folder)) as listener:

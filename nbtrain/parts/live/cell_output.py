@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...system.text import format_ranks, plural
-from ...tracking import events as ev
-from ...tracking.state import RankState, RunState
-from .. import limits, merged_log, run_texts
-from .html_display import Display, show
+from ...part_api import RankState, RunState, format_ranks, plural
+from ...part_api import events as ev
+from ...ui import limits, merged_log, run_texts
+from ...ui.displays.html_display import Display, show
 
 
 class CellOutput(Display):
