@@ -449,20 +449,17 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     on_device = [run for run in others if run.state.device == device]
     last = (on_device or others)[-1]
     other = f"Run {last.folder.name} of this notebook is still running in the background"
+    ends = "Wait for it (nbtrain.last_run().wait()), or end it (nbtrain.last_run().stop())"
     if last.state.takes_tasks:
         other = f"The {last.state.name} of this notebook are running"
+        ends = "%nbtrain stop ends them"
     has_own_gpus = device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env
     if device == "cpu" or has_own_gpus or not on_device:
         return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
-    if last.state.takes_tasks:
-        raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
-    raise PreflightError(
-        f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "
-        f"or end it (nbtrain.last_run().stop()){share}"
-    )
+    raise PreflightError(f"{other}, on the same {devices}. {ends}{share}")
 
 
 def _start_in_background(

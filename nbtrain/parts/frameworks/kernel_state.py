@@ -14,8 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ...checks.preflight import raise_if_refused
-from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task
-from ...planning import task_values
+from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task, task_values
 from ...system import accelerator_guard
 from ...tracking.launch_log import attempt
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...part_api import RankState, RunState, format_ranks, plural
+from ...part_api import Display, RankState, RunState, format_ranks, plural, run_texts, show
 from ...part_api import events as ev
-from ...ui import limits, merged_log, run_texts
-from ...ui.displays.html_display import Display, show
+from ...ui import limits, merged_log
 
 
 class CellOutput(Display):

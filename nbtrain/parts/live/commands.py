@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...part_api import (
+    OPTIONS,
     PASS,
     PlanError,
     Typed,
@@ -20,7 +21,6 @@ from ...part_api import (
     split_line,
     text_table,
 )
-from ...planning.plan import OPTIONS
 from . import live_ranks
 from .live_ranks import LiveRanks
 
@@ -95,9 +95,8 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     given: Sequence[str] = split_line(text)
     if not given and name == "restart" and last is not None:
         given = last.options
-    options = check_parsed(
-        parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given)
-    )
+    more = (live_ranks.IDLE_TIMEOUT,)
+    options = check_parsed(parser(START, f"%nbtrain {name}", _HINT, more).parse_args(given), more)
     if name == "restart" and old is not None:  # not before the options are known to be right
         old.stop()
     given_options = {o.argument: getattr(options, o.field) for o in _start_options()}

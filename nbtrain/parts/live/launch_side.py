@@ -7,11 +7,10 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...lifecycle.launch_sides import CellPlace
-from ...part_api import Engine, LaunchSide, Plan, PlanError
+from ...part_api import CellPlace, Engine, LaunchSide, Plan, PlanError
 
 if TYPE_CHECKING:
-    from ...ui.displays.html_display import Display
+    from ...part_api import Display
     from .live_ranks import LiveRanks
 
 

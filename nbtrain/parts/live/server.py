@@ -24,24 +24,26 @@ from typing import Any
 
 from ...part_api import (
     POLL_INTERVAL_S,
+    Address,
     Channel,
     Plan,
     RankContext,
     RunFolder,
     connect,
+    failing_plan,
+    fill_memory_file,
     hooks,
+    payload,
     rank_context,
+    read_appended,
+    run_task,
+    scope,
+    task_values,
 )
-from ...planning.task_values import is_model, public
-from ...system import instrumentation
 from ...tracking.run_folder import mark_stopping
-from ...transport import payload
-from ...transport.channel import Address, fill_memory_file
-from ...transport.file_sync import read_appended
 from ...transport.weights.models import find_parts
 from ...worker import main
 from ...worker.output.rich_output import RichOutput
-from ...worker.task_runner import failing_plan, run_task
 from . import values
 from .groups import ProcessGroups
 from .limits import INTERRUPT_GRACE_S
@@ -260,7 +262,7 @@ class LiveRank:
         os.dup2(log, 2)
         os.close(log)
         try:
-            with instrumentation.scope():
+            with scope():
                 yield
         finally:
             self._stop_listening()
@@ -294,7 +296,7 @@ class LiveRank:
 
     def _layouts(self, message: Message, _data: int | None) -> Message:
         known = select_stateful(self._namespace)
-        models = {name: value for name, value in known.items() if is_model(value)}
+        models = {name: value for name, value in known.items() if task_values.is_model(value)}
         layouts = {n: layout(known[n], models) if n in known else None for n in message["names"]}
         return {"layouts": layouts}
 
@@ -306,7 +308,7 @@ class LiveRank:
 
         They are lists under ``new`` and ``deleted``.
         """
-        names = set(public(self._namespace))
+        names = set(task_values.public(self._namespace))
         new, deleted = sorted(names - self._known), sorted(self._known - names)
         self._known = names
         return {"new": new, "deleted": deleted}

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...part_api import (
+    CONNECT_TIMEOUT_S,
     POLL_INTERVAL_S,
     Finding,
     ForkEngine,
@@ -32,15 +33,14 @@ from ...part_api import (
     Task,
     clock,
     is_loopback,
+    is_secondary_failure,
     own_address,
     plural,
     rank_context,
 )
 from ...part_api import events as ev
 from ...system.network import interface_of
-from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
-from ...transport.limits import CONNECT_TIMEOUT_S
 from ...ui.limits import REPORT_INTERVAL_S
 from .rendezvous import Rendezvous
 

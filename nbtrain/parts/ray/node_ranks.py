@@ -39,12 +39,13 @@ from ...part_api import (
     Placement,
     RunFolder,
     clock,
+    file_size,
+    host,
+    payload,
+    read_appended,
 )
 from ...part_api import events as ev
-from ...system import host
 from ...tracking.resource_sampler import Sampler
-from ...transport import payload
-from ...transport.file_sync import file_size, read_appended
 
 _NOT_SHARED = (
     "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "
