@@ -56,13 +56,15 @@ class Typed:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of ``%nbtrain``, or of ``nbtrain`` on the command line."""
+    """A command of ``%nbtrain``, or of ``nbtrain`` on the command line, or a cell magic."""
 
     run: str
     """A function. In a notebook its argument is a `Typed`, and its return value is the magic's
-    value. On the command line it gets the namespace of argparse, and returns the exit code."""
+    value. On the command line it gets the namespace of argparse, and returns the exit code. For a
+    cell magic it gets the line, and returns that of the ``%%distributed`` that it stands for."""
     help: str = ""
-    """Lines of ``%nbtrain?``; on the command line a line of ``nbtrain --help``."""
+    """Lines of ``%nbtrain?`` or the text of ``%%name?``; on the command line a line of
+    ``nbtrain --help``."""
     fills_options_alone: bool = False
     """Whether the command itself calls `Typed.fill`, because its text is not only options."""
     arguments: str = ""
@@ -79,6 +81,8 @@ class Part:
 
     commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands of ``%nbtrain``."""
+    cell_magics: Mapping[str, Command] = field(default_factory=dict)
+    """Magics of cells that run as with ``%%distributed``, such as ``%%rank``."""
     shell_commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands of ``nbtrain`` on the command line."""
     engines: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +93,9 @@ class Part:
     devices: frozenset[str] | None = None
     """The kinds of device whose ranks use the `rank_side`; None: all."""
     provides: Mapping[str, str] = field(default_factory=dict)
-    """What other parts may load with `load_provided`."""
+    """What others may load with `load_provided`."""
+    switch: str = ""
+    """What switches the part off in ``NBTRAIN_DISABLE``, if no option or engine does."""
 
 
 @functools.cache
@@ -98,8 +104,12 @@ def parts() -> Mapping[str, Part]:
 
     Of several parts, commands or engines of one name, the first is used.
     """
-    own = {name: importlib.import_module(f"nbtrain.parts.{name}").PART for name in TABLE}
-    return _merge(own, _parts_of_packages())
+    return _merge(_own_parts(), _parts_of_packages())
+
+
+@functools.cache
+def _own_parts() -> dict[str, Part]:
+    return {name: importlib.import_module(f"nbtrain.parts.{name}").PART for name in TABLE}
 
 
 def _merge(*mappings: Mapping[str, _T]) -> dict[str, _T]:
@@ -148,6 +158,11 @@ def _full(reference: str) -> str:
 def commands() -> dict[str, Command]:
     """Return the parts' commands of ``%nbtrain``."""
     return _merge(*(each.commands for each in parts().values()))
+
+
+def cell_magics() -> dict[str, Command]:
+    """Return the cell magics of nbtrain's parts: ``%load_ext`` cannot wait for other packages."""
+    return _merge(*(each.cell_magics for each in _own_parts().values()))
 
 
 def shell_commands() -> dict[str, Command]:

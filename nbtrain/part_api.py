@@ -5,13 +5,16 @@ others may change with any version. Each is imported at its first use, because a
 
 - What a part is: `Part`, `Command`, `Typed`, `PASS`. See `nbtrain.part`.
 - A launch: `Plan`, whose `Task` is a `Call` or a `Cell`; the `Job` that is made of it; a `Finding`
-  to show; `PlanError`, `LaunchError` and `MissingExtra` to raise.
-- In the notebook: a `LaunchSide` acts before and after a launch, a `Companion` while it runs.
+  to show; `PlanError`, `LaunchError` and `MissingExtra` to raise. `run_plan` launches a plan.
+- In the notebook: a `LaunchSide` acts before and after a launch, a `Companion` while it runs. A
+  `CellPlace` runs cells elsewhere than on new ranks, and a `Display` shows a run.
 - In a rank: a `RankSide` acts before and after the task, with the rank's `RankContext`. An
   `Observer` that is given to ``hooks.add`` gets the events of the training, and reports figures by
   `log_values`.
 - A way to start ranks: a subclass of `Engine` (of `ForkEngine` or `SpawnEngine`) with its `Ranks`.
 - A run's folder and what is in it: `RunFolder`, `EventWriter`, `new_events`, `events`, `RunState`.
+- A process of its own: `ready_to_fork`, `fork_process`, `kernel_detach`; a `Channel` to one;
+  `task_values`, `payload` and `result_pickler` for what is sent there.
 """
 
 from __future__ import annotations
@@ -20,21 +23,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NAMES`
-    from .engines.base import Action, Engine, Exit, Ranks
+    from .engines.base import SIGNALS, Action, Engine, Exit, Ranks
     from .engines.fork import ForkEngine
+    from .engines.process import kernel_detach
+    from .engines.process.forking import fork_process, ready_to_fork
     from .engines.spawn import SpawnEngine
-    from .errors import LaunchError, MissingExtra, NbtrainError, PlanError
+    from .errors import LaunchError, MissingExtra, NbtrainError, PlanError, RankDied
     from .findings import Finding
-    from .lifecycle.launch_sides import Companion, LaunchSide
-    from .lifecycle.run import Run
-    from .part import PASS, Command, Part, Typed
+    from .lifecycle.launch_sides import CellPlace, Companion, LaunchSide
+    from .lifecycle.launcher import run_plan
+    from .lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
+    from .lifecycle.run import Run, last_run, set_last_run
+    from .part import PASS, Command, Part, Typed, load, load_provided
+    from .planning import task_values
     from .planning.cell import name_with_lookalikes
     from .planning.option_parser import check_parsed, parser, plan_fields, split_line
-    from .planning.plan import Call, Cell, Plan, Task
+    from .planning.option_types import check_allowed
+    from .planning.plan import OPTIONS, Call, Cell, Plan, Task
     from .planning.secrets import mask_source
     from .planning.world import Placement
+    from .system import host
     from .system.files import write_atomically
-    from .system.instrumentation import patch, replace, undo_later, when_imported
+    from .system.instrumentation import patch, replace, scope, undo_later, when_imported
     from .system.network import is_loopback, own_address
     from .system.text import (
         format_bytes,
@@ -45,119 +55,91 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
         with_article,
     )
     from .tracking import clock, events
-    from .tracking.event_log import EventWriter, new_events
+    from .tracking.event_log import EventWriter, Reader, all_events, event_tail, new_events
     from .tracking.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
     from .tracking.run_folder import RunFolder
-    from .tracking.state import RankState, RunState
-    from .transport.channel import Channel, Listener, connect
+    from .tracking.state import IDLE, RankState, RunState, is_secondary_failure
+    from .transport import payload, result_pickler
+    from .transport.channel import Address, Channel, Listener, connect, fill_memory_file
+    from .transport.file_sync import FileCopies, file_size, read_appended
     from .transport.job import Job
+    from .transport.limits import CONNECT_TIMEOUT_S, MAX_TEXT_CHARS
+    from .ui import run_texts
+    from .ui.displays import prompt
+    from .ui.displays.html_display import Display, show
     from .ui.tables import RIGHT, html_table, text_table
     from .worker import hooks, rank_context
     from .worker.api import is_metric, log_values
     from .worker.hooks import Observer
     from .worker.rank_context import RankContext, RankSide
+    from .worker.task_runner import failing_plan, run_task
 
 _NAMES = {
-    "engines.base": "Action Engine Exit Ranks",
+    "engines.base": "SIGNALS Action Engine Exit Ranks",
     "engines.fork": "ForkEngine",
+    "engines.process": "kernel_detach",
+    "engines.process.forking": "fork_process ready_to_fork",
     "engines.spawn": "SpawnEngine",
-    "errors": "LaunchError MissingExtra NbtrainError PlanError",
+    "errors": "LaunchError MissingExtra NbtrainError PlanError RankDied",
     "findings": "Finding",
-    "lifecycle.launch_sides": "Companion LaunchSide",
-    "lifecycle.run": "Run",
-    "part": "Command PASS Part Typed",
+    "lifecycle.launch_sides": "CellPlace Companion LaunchSide",
+    "lifecycle.launcher": "run_plan",
+    "lifecycle.limits": "FAILURE_REPORT_TIMEOUT_S START_TIMEOUT_S UNKILLABLE_AFTER_S",
+    "lifecycle.run": "Run last_run set_last_run",
+    "part": "PASS Command Part Typed load load_provided",
+    "planning": "task_values",
     "planning.cell": "name_with_lookalikes",
     "planning.option_parser": "check_parsed parser plan_fields split_line",
-    "planning.plan": "Call Cell Plan Task",
+    "planning.option_types": "check_allowed",
+    "planning.plan": "OPTIONS Call Cell Plan Task",
     "planning.secrets": "mask_source",
     "planning.world": "Placement",
+    "system": "host",
     "system.files": "write_atomically",
-    "system.instrumentation": "patch replace undo_later when_imported",
+    "system.instrumentation": "patch replace scope undo_later when_imported",
     "system.network": "is_loopback own_address",
     "system.text": "format_bytes format_duration format_ranks plural shorten with_article",
     "tracking": "clock events",
-    "tracking.event_log": "EventWriter new_events",
+    "tracking.event_log": "EventWriter Reader all_events event_tail new_events",
     "tracking.limits": "POLL_INTERVAL_S UNRESPONSIVE_AFTER_S",
     "tracking.run_folder": "RunFolder",
-    "tracking.state": "RankState RunState",
-    "transport.channel": "Channel Listener connect",
+    "tracking.state": "IDLE RankState RunState is_secondary_failure",
+    "transport": "payload result_pickler",
+    "transport.channel": "Address Channel Listener connect fill_memory_file",
+    "transport.file_sync": "FileCopies file_size read_appended",
     "transport.job": "Job",
+    "transport.limits": "CONNECT_TIMEOUT_S MAX_TEXT_CHARS",
+    "ui": "run_texts",
+    "ui.displays": "prompt",
+    "ui.displays.html_display": "Display show",
     "ui.tables": "RIGHT html_table text_table",
     "worker": "hooks rank_context",
     "worker.api": "is_metric log_values",
     "worker.hooks": "Observer",
     "worker.rank_context": "RankContext RankSide",
+    "worker.task_runner": "failing_plan run_task",
 }
 """The names of each module: classes, functions and constants, and modules of a room."""
 
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # written out because type checkers read it; a test compares it with `_NAMES`
-    "PASS",
-    "POLL_INTERVAL_S",
-    "RIGHT",
-    "UNRESPONSIVE_AFTER_S",
-    "Action",
-    "Call",
-    "Cell",
-    "Channel",
-    "Command",
-    "Companion",
-    "Engine",
-    "EventWriter",
-    "Exit",
-    "Finding",
-    "ForkEngine",
-    "Job",
-    "LaunchError",
-    "LaunchSide",
-    "Listener",
-    "MissingExtra",
-    "NbtrainError",
-    "Observer",
-    "Part",
-    "Placement",
-    "Plan",
-    "PlanError",
-    "RankContext",
-    "RankSide",
-    "RankState",
-    "Ranks",
-    "Run",
-    "RunFolder",
-    "RunState",
-    "SpawnEngine",
-    "Task",
-    "Typed",
-    "check_parsed",
-    "clock",
-    "connect",
-    "events",
-    "format_bytes",
-    "format_duration",
-    "format_ranks",
-    "hooks",
-    "html_table",
-    "is_loopback",
-    "is_metric",
-    "log_values",
-    "mask_source",
-    "name_with_lookalikes",
-    "new_events",
-    "own_address",
-    "parser",
-    "patch",
-    "plan_fields",
-    "plural",
-    "rank_context",
-    "replace",
-    "shorten",
-    "split_line",
-    "text_table",
-    "undo_later",
-    "when_imported",
-    "with_article",
-    "write_atomically",
+    "CONNECT_TIMEOUT_S", "FAILURE_REPORT_TIMEOUT_S", "IDLE", "MAX_TEXT_CHARS", "OPTIONS", "PASS",
+    "POLL_INTERVAL_S", "RIGHT", "SIGNALS", "START_TIMEOUT_S", "UNKILLABLE_AFTER_S",
+    "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace", "Channel", "Command",
+    "Companion", "Display", "Engine", "EventWriter", "Exit", "FileCopies", "Finding", "ForkEngine",
+    "Job", "LaunchError", "LaunchSide", "Listener", "MissingExtra", "NbtrainError", "Observer",
+    "Part", "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide", "RankState",
+    "Ranks", "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed", "all_events",
+    "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events", "failing_plan",
+    "file_size", "fill_memory_file", "fork_process", "format_bytes", "format_duration",
+    "format_ranks", "hooks", "host", "html_table", "is_loopback", "is_metric",
+    "is_secondary_failure", "kernel_detach", "last_run", "load", "load_provided", "log_values",
+    "mask_source", "name_with_lookalikes", "new_events", "own_address", "parser", "patch",
+    "payload", "plan_fields", "plural", "prompt", "rank_context", "read_appended", "ready_to_fork",
+    "replace", "result_pickler", "run_plan", "run_task", "run_texts", "scope", "set_last_run",
+    "shorten", "show", "split_line", "task_values", "text_table", "undo_later", "when_imported",
+    "with_article", "write_atomically",
 ]  # fmt: skip
 
 

@@ -114,6 +114,7 @@ def test_every_reference_of_a_part_can_be_imported() -> None:
     for name, each in part.parts().items():
         references = [
             *(command.run for command in each.commands.values()),
+            *(command.run for command in each.cell_magics.values()),
             *(command.run for command in each.shell_commands.values()),
             *(command.arguments for command in each.shell_commands.values()),
             *each.engines.values(),

@@ -1,4 +1,4 @@
-"""The magics ``%%distributed``, ``%distributed``, ``%%rank`` and ``%nbtrain``."""
+"""The magics ``%%distributed``, ``%distributed`` and ``%nbtrain``, and those of parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from IPython.core.compilerop import PyCF_MASK
-from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 
 from .. import part
 from ..errors import CellSyntaxError, PlanError
@@ -96,14 +96,15 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
     # IPython calls `getdoc` for ``%distributed?``, so the options are imported only then.
     vars(distributed)["getdoc"] = _distributed_help
 
-    @no_var_expand
-    @cell_magic  # no line magic: IPython would take a line `rank`, the variable, for it
-    def rank(self, line: str, cell: str) -> None:
-        """Run this cell on some of the live ranks: ``%%rank 0,2-3 [options]``."""
-        ranks, _, rest = line.strip().partition(" ")
-        if not ranks:
-            raise PlanError("%%rank needs the ranks that run the cell: %%rank 0, or %%rank 0,2-3")
-        self._run(f"--ranks {ranks} {rest}", cell, offset=1)
+    def cell_magic(self, command: part.Command) -> Callable[[str, str], None]:
+        """Return a part's cell magic. It is no line magic, which would hide a variable `rank`."""
+
+        @no_var_expand
+        def run(line: str, cell: str) -> None:
+            self._run(part.load(command.run)(line), cell, offset=1)
+
+        vars(run)["getdoc"] = lambda: command.help
+        return run
 
     @no_var_expand
     @line_cell_magic
@@ -137,8 +138,7 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
         command = commands.get(name)
         if command is not None:
             text = line.partition(name)[2]
-            run = part.load(command.run)
-            found = run(part.Typed(name, text, self.shell.user_ns, fill))
+            found = part.load(command.run)(part.Typed(name, text, self.shell.user_ns, fill))
             if found is not part.PASS:
                 return found
         match line.split():
@@ -353,6 +353,8 @@ def load(shell: Any) -> None:
     magics.cell_watch.set_mode(_modes.get(shell, "warn"))
     magics.idle_imports = IdleImports(shell)
     shell.register_magics(magics)
+    for name, command in part.cell_magics().items():
+        shell.register_magic_function(magics.cell_magic(command), "cell", name)
     magics.undo = instrumentation.patch(shell, "debugger", _debug)
 
 
@@ -365,5 +367,5 @@ def unload(shell: Any) -> None:
         magics.idle_imports.stop()
         magics.undo()
     for kind in ("line", "cell"):
-        for name in ("distributed", "nbtrain", "rank"):
+        for name in ("distributed", "nbtrain", *part.cell_magics()):
             shell.magics_manager.magics[kind].pop(name, None)

@@ -53,8 +53,7 @@ def choose(plan: Plan) -> Engine:
     """Return a new engine for a plan; for 'auto' and 'tpu', the one that fits this host.
 
     The engine's `notes` explain why 'auto' trains in the kernel. Raises `PlanError` if no library
-    for a TPU is installed, if a plan for several nodes names another engine than 'fork' or this
-    host trains on a TPU, and if the engine cannot be imported.
+    for a TPU is installed, and if the engine cannot be imported.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
     if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
@@ -62,17 +61,11 @@ def choose(plan: Plan) -> Engine:
 
         name = host_tpu.engine(str(torch.__version__)) or name
     if name == "auto":  # the libraries of macOS abort forked processes
-        name = "spawn" if sys.platform == "darwin" and plan.nodes is None else "fork"
+        name = "spawn" if sys.platform == "darwin" else "fork"
     notes: list[Finding] = []
     if plan.engine == "auto" and name == "fork" and (found := _explain_inline(plan, env)):
         name, notes = "inline", [found]
     LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
-    if plan.nodes is not None:
-        if name != "fork":
-            raise PlanError(
-                "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
-            )
-        name = "nodes"
     if name == "tpu":
         raise PlanError(
             f"a TPU needs torch_xla or torch_tpu: {host_tpu.XLA_INSTALL}, or {host_tpu.INSTALL}"
@@ -83,14 +76,14 @@ def choose(plan: Plan) -> Engine:
 
 
 def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
-    """Return the note for a choice of the inline engine by 'auto'; None for another engine.
+    """Return the reason if 'auto' means the inline engine.
 
-    There is a note if the only rank uses a GPU that the kernel has initialised: a forked rank could
-    not use it. None for a plan that needs a process of its own (a timeout, restarts, the
-    background, ``--debug``) or chooses its GPUs by a variable.
+    It does if the only rank uses a GPU that the kernel has initialised, as a forked rank could not
+    use it, unless the plan needs a process of its own (a timeout, restarts, the background,
+    ``--debug``) or chooses its GPUs by a variable.
     """
-    needs_process = any(
-        (plan.timeout, plan.max_restarts, plan.is_background, plan.scaling, plan.nodes, plan.debug)
+    needs_process = (
+        plan.timeout or plan.max_restarts or plan.is_background or plan.scaling or plan.debug
     )
     # CUDA_VISIBLE_DEVICES has no effect once the kernel has initialised CUDA.
     chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)

@@ -100,7 +100,7 @@ class Engine(ABC):
     ranks_stay = False
     """Whether the ranks exist before the run and after it."""
     can_stay = False
-    """Whether ranks of this engine can be live ranks, which connect to the notebook and wait."""
+    """Whether ranks of this engine can stay: they connect to the notebook, and wait for tasks."""
     checks_host = True
     """Whether the ranks use this host's devices and memory, so that preflight checks them."""
     tpu_device = ""
@@ -160,11 +160,11 @@ class Engine(ABC):
         return lambda: False
 
     def home_address(self, plan: Plan) -> str:
-        """Return this host's address for live ranks; '' if they run on this host."""
+        """Return the address to which ranks that stay connect; '' if they run on this host."""
         return ""
 
     def reserve(self) -> contextlib.AbstractContextManager[None]:
-        """Reserve live ranks for a task that the cell does not wait for."""
+        """Reserve ranks that stay for a task that the cell does not wait for."""
         return contextlib.nullcontext()
 
     def discard(self) -> None:

@@ -184,7 +184,7 @@ def _advice(error: OSError) -> str:
 def _order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
     """Return what a rank needs before it can unpickle the rest."""
     sent = ["world_size", "device", "threads", "port", "attempt", "scratch", "unanswered"]
-    sent += ["in_notebook", "keeps_checkpoints", "rank_sides"]
+    sent += ["in_notebook", "checkpoint_refusal", "rank_sides"]
     return {
         "parent": os.getpid(),
         "clock": clock.offset(),

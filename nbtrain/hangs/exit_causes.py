@@ -67,7 +67,7 @@ class OomKills:
 class ExitCauses:
     """Explains the ends of a run's ranks on this host.
 
-    Live ranks (`ranks_stay`) existed before the run, so their engine explains SIGKILL.
+    Ranks that stay (`ranks_stay`) existed before the run, so their engine explains SIGKILL.
     """
 
     def __init__(self, folder: RunFolder, *, ranks_stay: bool = False) -> None:

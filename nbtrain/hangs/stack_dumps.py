@@ -42,7 +42,7 @@ _recorder_servers: list[object] = []
 """The recorder's server of this process, which lives as long as the process."""
 
 _groups: dict[str, tuple[int, ...]] = {}
-"""The members of this process's groups. A live rank reports them in each later run, too."""
+"""The members of this process's groups. A rank that stays reports them in each later run, too."""
 
 _files: dict[int, tuple[Path, int]] = {}
 """The file of the stacks and its descriptor by process, because a fork inherits its parent's."""
@@ -73,8 +73,8 @@ def install(
 ) -> None:
     """Make this rank show its stacks and its flight record in the run's folder.
 
-    Never call this in a kernel. `process_folder` exists as long as the process; for a live rank it
-    is not the run's. `lost` is what the process lost in its fork.
+    Never call this in a kernel. `process_folder` exists as long as the process; for a rank that
+    stays it is not the run's. `lost` is what the process lost in its fork.
 
     The recorder's server starts with the first process group, and each group's members are
     reported. Both use private names of torch, seen in 2.13. The server starts in 0.4 ms and keeps
@@ -83,7 +83,7 @@ def install(
     if process_folder == folder or not _share_stacks_file(process_folder, folder, rank, lost):
         register_for_stacks(folder, rank, lost)
     pid = os.getpid()
-    for name, members in _groups.items():  # of a live rank's earlier runs
+    for name, members in _groups.items():  # of earlier tasks, in a rank that stays
         writer.write(ev.Group(clock.now(), rank, name=name, members=members))
     if process_folder != folder:
         with contextlib.suppress(OSError):  # a full disk

@@ -2,8 +2,8 @@
 
 The supervisor is forked from the kernel, and it is the parent of the ranks. So the kernel may be
 busy or end. The kernel reads the run's folder (`nbtrain.lifecycle.follower`), as any process may.
-A supervisor that ends with its kernel checks its parent process. A task of live ranks is watched in
-a thread of the kernel, because only the kernel has connections to them.
+A supervisor that ends with its kernel checks its parent process. A task of ranks that stay is
+watched in a thread of the kernel, because only the kernel has connections to them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start(engine: Engine, job: Job, state: RunState, *, ends_with_kernel: bool) 
 
 
 def start_in_thread(engine: Engine, job: Job, state: RunState) -> None:
-    """Run a task of live ranks and watch it, in a daemon thread; return at once."""
+    """Run a task of ranks that stay and watch it, in a daemon thread; return at once."""
     supervisor = Supervisor(job.folder, state, job.plan, ranks_stay=True)
 
     def watch() -> None:

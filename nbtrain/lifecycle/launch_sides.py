@@ -14,6 +14,7 @@ from ..planning.plan import Cell, Plan
 from ..tracking import events as ev
 from ..tracking.state import RunState
 from ..transport.job import Job
+from ..ui.displays.html_display import Display
 
 
 class CellPlace(Protocol):
@@ -90,6 +91,10 @@ class LaunchSide:
     def debug(self, error: BaseException) -> bool:
         """Open ``%debug`` for an exception of a rank; return False if this part cannot."""
         return False
+
+    def display(self, plan: Plan, engine: Engine, board: Callable[[], Display]) -> Display | None:
+        """Return what shows a run instead of the `board`; None: the board."""
+        return None
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]

@@ -33,7 +33,6 @@ from ..planning.option_parser import (
 )
 from ..planning.option_types import SOURCES
 from ..planning.plan import Call, Plan
-from ..planning.world import Rendezvous
 from ..system import gpus, host
 from ..system.source_files import cell_name
 from ..system.text import plural, with_article
@@ -47,7 +46,6 @@ from ..transport.limits import CONNECT_TIMEOUT_S
 from ..transport.weights.receiver import ResultReceiver
 from ..ui.displays import prompt as prompts
 from ..ui.displays import select
-from ..ui.displays.cell_output import CellOutput
 from ..ui.displays.html_display import Display, ipython_shell
 from ..ui.displays.tracebacks import show_rank_traceback
 from ..worker import nested_launches, rank_context
@@ -271,15 +269,11 @@ def notebook_launcher(
             "notebook_launcher(trainer.train, num_processes=2)"
         )
     args = read_arguments(args)
-    nodes = None
+    rendezvous = None
     if (num_nodes, node_rank) != (1, 0):
-        meet_at = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
-        nodes = Rendezvous(num_nodes, node_rank, meet_at, rdzv_backend, rdzv_conf or {}, rdzv_id)
-        if max_restarts:
-            raise PlanError(
-                "max_restarts works on one node only. Save checkpoints, and after a failure run "
-                "the cell again on every node"
-            )
+        meet = part.load_provided("nodes", "rendezvous", "`num_nodes`")
+        address = rdzv_endpoint or f"{master_addr}:{use_port or 29500}"
+        rendezvous = meet(num_nodes, node_rank, address, rdzv_backend, rdzv_conf or {}, rdzv_id)
     check_rank_argument(function, args, {})
     call = Call(function, args)
     plan = Plan(
@@ -287,9 +281,9 @@ def notebook_launcher(
         call.name,
         num_processes=num_processes,
         mixed_precision=str(getattr(mixed_precision, "value", mixed_precision)).lower(),
-        port=None if nodes is not None else _requested_port(use_port),
+        port=_requested_port(use_port) if rendezvous is None else None,
         max_restarts=max_restarts,
-        nodes=nodes,
+        rendezvous=rendezvous,
     )
     return run_plan(plan)
 
@@ -365,9 +359,10 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
 
 
 def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Display:
-    if engine.ranks_stay and plan.view == "auto":
-        return CellOutput(choose)
-    return select.with_outputs(choose(inline=engine.runs_in_kernel))
+    """Return what shows a run: the display of a part, or the board and its outputs."""
+    shown = (side.display(plan, engine, choose) for side in launch_sides())
+    of_part = next((each for each in shown if each is not None), None)
+    return of_part or select.with_outputs(choose(inline=engine.runs_in_kernel))
 
 
 def _replace_zero_ranks(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -454,20 +449,17 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     on_device = [run for run in others if run.state.device == device]
     last = (on_device or others)[-1]
     other = f"Run {last.folder.name} of this notebook is still running in the background"
-    if last.state.is_live:
-        other = "Live ranks (%nbtrain start) are running"
+    ends = "Wait for it (nbtrain.last_run().wait()), or end it (nbtrain.last_run().stop())"
+    if last.state.takes_tasks:
+        other = f"The {last.state.name} of this notebook are running"
+        ends = "%nbtrain stop ends them"
     has_own_gpus = device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env
     if device == "cpu" or has_own_gpus or not on_device:
         return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
     devices, share = "TPU", "."
     if device == "cuda":
         devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
-    if last.state.is_live:
-        raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
-    raise PreflightError(
-        f"{other}, on the same {devices}. Wait for it (nbtrain.last_run().wait()), "
-        f"or end it (nbtrain.last_run().stop()){share}"
-    )
+    raise PreflightError(f"{other}, on the same {devices}. {ends}{share}")
 
 
 def _start_in_background(

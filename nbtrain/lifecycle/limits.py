@@ -38,4 +38,5 @@ UNKILLABLE_AFTER_S = 15.0
 # What is kept.
 
 PRUNE_EVERY_TASKS = 8
-"""Tasks of live ranks between two prunings. Listing the folders takes longer than a short task."""
+"""Tasks of ranks that stay between two prunings. Listing the folders takes longer than a short
+task."""

@@ -511,21 +511,6 @@ def last_run_folder() -> Path | None:
     return None if run is None else run.folder
 
 
-class PreserveLastRun:
-    """Sets `last_run` back after its block, unless the block raises: then the user needs that run.
-
-    A class, so that no frame refers to the old run; see `last_run_folder`.
-    """
-
-    def __enter__(self) -> None:
-        self._before = last_run()
-
-    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        before, self._before = self._before, None
-        if kind is None and before is not None:
-            set_last_run(before)
-
-
 def set_last_run(run: Run, in_background: bool = False) -> None:
     """Make `last_run` return `run`. With `in_background`, also list it in `background_runs`."""
     _last[os.getpid()] = run

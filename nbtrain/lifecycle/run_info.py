@@ -125,7 +125,7 @@ def manifest(
         "clock": clock.offset(),
         "engine": plan.engine,
         "in_kernel": in_kernel,
-        "is_live": plan.is_live,
+        "is_live": plan.takes_tasks,
         "num_processes": world_size,
         "mixed_precision": plan.mixed_precision,
         "device": device,

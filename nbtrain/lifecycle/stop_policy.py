@@ -43,11 +43,11 @@ STOP_POLICIES: dict[str, Sequence[StopStep]] = {
 """The steps for each cause of a stop. 'starting' is a request while a rank has not begun, or not
 joined the others, and no rank has trained. 'abandoned' is a request after the kernel has ended."""
 
-LIVE_POLICIES: dict[str, Sequence[StopStep]] = {
+NO_KILL_POLICIES: dict[str, Sequence[StopStep]] = {
     "failed": ((0.2, "interrupt"), (0.5, "interrupt"), (1.0, "interrupt")),
     "interrupted": ((0.0, "interrupt"), (0.5, "interrupt"), (1.5, "interrupt")),
 }
-"""The same for a task of live ranks. No signal ends their processes."""
+"""The same for a task of ranks that stay. No signal ends their processes."""
 
 
 class StopSignal(NamedTuple):
@@ -160,7 +160,7 @@ class StopController:
         return is_late and not self._ranks_stay
 
     def is_unresponsive(self, now: float) -> bool:
-        """Whether live ranks continue a task long after an interrupt."""
+        """Whether ranks that stay continue a task long after an interrupt."""
         return (
             self._ranks_stay
             and self.cause is not None
@@ -203,7 +203,7 @@ class StopController:
         policy = "starting" if is_starting and cause != "failed" else cause
         self._steps = list(STOP_POLICIES["abandoned" if self.is_hasty else policy])
         if self._ranks_stay:
-            self._steps = list(LIVE_POLICIES["failed" if cause == "failed" else "interrupted"])
+            self._steps = list(NO_KILL_POLICIES["failed" if cause == "failed" else "interrupted"])
         rest = "ranks were still starting" if is_starting else "ranks have 2 s to save"
         if cause == "interrupted":
             return f"stopped {self.how}: {rest}"

@@ -103,14 +103,14 @@ class Supervisor:
             plan.timeout,
             sees_training="steps" in plan.telemetry,
             ranks_stay=ranks_stay,
-            failures_end=not plan.is_live,
+            failures_end=not plan.takes_tasks,
         )
         self._exit_causes = ExitCauses(folder, ranks_stay=ranks_stay)
         self._retry_reason = ""
         self._presses = 0
         self._next_folder_check = 0.0
-        # This host does not see ranks of other nodes, so no deadlock is certain.
-        is_sure = plan.nodes is None or plan.on_hang != "deadlock"
+        # The ranks of other launches are not seen here, so no deadlock with them is certain.
+        is_sure = plan.rendezvous is None or plan.on_hang != "deadlock"
         self._on_hang = plan.on_hang if is_sure else "report"
         self._places = ""
         self._has_warned_unresponsive = False
@@ -190,7 +190,7 @@ class Supervisor:
         return exits
 
     def _warn_unresponsive_ranks(self) -> None:
-        """Warn once about live ranks that ignore an interrupt, and print how to end them."""
+        """Warn once about ranks that ignore an interrupt and stay, and print how to end them."""
         if not self._has_warned_unresponsive:
             self._has_warned_unresponsive = True
             running = [rank.rank for rank in self.state.ranks if not rank.is_over]

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ..errors import PlanError
 from ..findings import Finding
 from ..system.text import did_you_mean, with_article
-from .option_types import SECONDS, Option, is_variable, variable_name
+from .option_types import Option, is_variable, variable_name
 from .plan import OPTIONS, Call, Task
 from .task_values import expression_of, is_model
 
@@ -60,17 +60,7 @@ MAGIC_ONLY = (
 )
 """The options of magics only. `Plan` has no fields for them."""
 
-IDLE_TIMEOUT = Option(
-    "--idle-timeout",
-    "end the live ranks after this many seconds without a cell for them",
-    **SECONDS,
-    field="idle_timeout",
-    part="live",
-    metavar="SECONDS",
-)
-"""An option of live ranks only."""
-
-_BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY, IDLE_TIMEOUT)}
+_BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY)}
 _CELL_FIELDS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
 
 
@@ -319,14 +309,15 @@ def parser(
     fields: Iterable[str] = _CELL_FIELDS,
     prog: str = "%distributed",
     hint: str = " (%%distributed? shows the options)",
+    more: Iterable[Option] = (),
 ) -> OptionParser:
-    """Make a parser of the options with these fields. Its help documents them.
+    """Make a parser of the options with these fields, and of `more`. Its help documents them.
 
     `prog` and `hint` are the start and the end of its errors. Raises `KeyError` for a field that is
     no option.
     """
     result = OptionParser(prog, hint)
-    for option in (_BY_FIELD[field] for field in fields):
+    for option in (*(_BY_FIELD[field] for field in fields), *more):
         traits: dict[str, Any] = {"metavar": option.metavar, "type": _make_reader(option)}
         if option.is_switch:
             traits = {"action": "store_false" if option.default else "store_true"}
@@ -345,13 +336,14 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     return check_parsed(_cell_parser().parse_args(arguments))
 
 
-def check_parsed(parsed: argparse.Namespace) -> argparse.Namespace:
+def check_parsed(parsed: argparse.Namespace, more: Iterable[Option] = ()) -> argparse.Namespace:
     """Convert parsed options, in place, to the values of `Plan`'s fields; return them.
 
-    Raises `PlanError` for one out of range. Attributes that are no options stay.
+    Raises `PlanError` for one out of range. Attributes that are no options, nor of `more`, stay.
     """
+    options = _BY_FIELD | {option.field: option for option in more}
     for name, value in vars(parsed).items():
-        if (option := _BY_FIELD.get(name)) is not None:
+        if (option := options.get(name)) is not None:
             setattr(parsed, name, option.convert(value))
             option.check(getattr(parsed, name), option.flags.split()[-1])
     return parsed

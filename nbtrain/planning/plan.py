@@ -11,7 +11,6 @@ from typing import Any, get_args
 from ..errors import PlanError
 from . import option_types as options
 from .option_types import option
-from .world import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -280,22 +279,28 @@ class Plan:
     port: int | None = None
     """The port where the ranks meet; None for any free one."""
 
-    nodes: Rendezvous | None = None
-    """This node, and where the nodes meet, for a launch on several."""
+    rendezvous: object | None = None
+    """How the ranks meet the ranks of other launches, to train with them as one world: an object of
+    the part that starts such ranks. Without it, the ranks of this launch are the whole world."""
 
     scaling: bool = False
     """Whether this is a run of ``%nbtrain scaling``: its ranks time every step."""
 
-    is_live: bool = False
-    """Whether this starts live ranks (`nbtrain.start`), which run until they are stopped."""
+    takes_tasks: bool = False
+    """Whether the ranks wait for tasks until they are stopped; one that fails ends no other."""
 
     is_post_mortem: bool = False
-    """Whether this debugs the failure of the task before it, on live ranks."""
+    """Whether this debugs the failure of the task before it, on ranks that stayed."""
 
     @property
     def is_background(self) -> bool:
         """Whether the run continues after the cell has returned, or even after the kernel ended."""
         return self.background or self.detach
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether the world has several ranks, in this launch or in others."""
+        return self.num_processes != 1 or self.rendezvous is not None
 
     def hide_notify_addresses(self) -> Plan:
         """Return the plan without the addresses of messages, for engines and ranks."""
@@ -304,10 +309,6 @@ class Plan:
     def __post_init__(self) -> None:
         for each in OPTIONS:
             each.check(getattr(self, each.field), f"`{each.argument}`")
-        if self.nodes is not None:
-            options.check_allowed("num_nodes", "`num_nodes`")
-        if self.is_live:
-            options.check_allowed("live", "%nbtrain start")
         precision_is_known = self.mixed_precision is not None or self.config is None
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")

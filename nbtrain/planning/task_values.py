@@ -564,7 +564,7 @@ def unsynced_models(plan: Plan) -> dict[str, Any]:
 
 
 class HostNeeds(NamedTuple):
-    """What a task needs of the host, as far as its source and its values show."""
+    """What a task needs of the host, by its source and its values."""
 
     source: str = ""
 

@@ -79,8 +79,8 @@ SAMPLING_SHARE = 0.005
 takes 10 ms, and 90 ms with 4 GB in use."""
 
 UNRESPONSIVE_AFTER_S = 5.0
-"""A driver that does not answer for so long is not called again; live ranks that ignore an
-interrupt, and nodes that do not answer, are reported."""
+"""A driver that does not answer for so long is not called again; ranks that stay and ignore
+an interrupt, and nodes that do not answer, are reported."""
 
 RELEASE_TIMEOUT_S = 1.0
 """Killed ranks are gone within this time, and drivers and Ray count what they used as free."""

@@ -110,7 +110,7 @@ class RunFolder:
     def reply_folder(self) -> RunFolder:
         """The folder where ranks on other hosts reply.
 
-        For a task of live ranks, it is the folder of the ranks, not of the task.
+        For a task of ranks that stay, it is the folder of the ranks, not of the task.
         """
         return RunFolder(self.questions.resolve().parent)
 

@@ -16,7 +16,7 @@ from .curves import Curves
 from .overview.timeline import Timeline
 
 IDLE = "idle"
-"""The status of a live rank without a task."""
+"""The status of a rank that waits for tasks and has no part in this one."""
 
 _ECHO_TYPES = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -406,8 +406,8 @@ class RunState:
     created: float
     mixed_precision: str = "no"
     device: str = "cpu"
-    is_live: bool = False
-    """Whether its ranks are live ranks, which stay between the cells."""
+    takes_tasks: bool = False
+    """Whether its ranks wait for tasks until they are stopped; the run has their name."""
     status: str = "starting"
     """Starting, running, stopping, succeeded, failed, interrupted, timed out or lost."""
     ended: float | None = None

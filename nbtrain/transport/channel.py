@@ -1,4 +1,4 @@
-"""Sends messages between the notebook and a live rank: a line of JSON, and a file in memory.
+"""Sends messages between the notebook and a rank: a line of JSON, and a file in memory.
 
 On one host, messages go through a socket in a private folder, whose permissions keep others out,
 and data as an open file: a tensor of a gigabyte is mapped where it arrives. Between hosts, messages

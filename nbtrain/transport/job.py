@@ -33,12 +33,12 @@ class Job:
     """Whether a notebook can show figures, unlike a script or a terminal."""
     unanswered: str = "the run is in the background, on other hosts, or headless"
     """Why the user cannot answer a debugger; "" if the user can."""
-    is_live: bool = False
+    ranks_stay: bool = False
     """Whether the rank's process keeps running after the task, with its variables and groups."""
-    is_mirrored: bool = False
-    """Whether `folder` is copied to the notebook's host as it grows, and then deleted."""
-    keeps_checkpoints: bool = True
-    """Whether all ranks see the run's folder, where `nbtrain.checkpoint` saves."""
+    folder_is_temporary: bool = False
+    """Whether `folder` is deleted at the end of the task, though the rank's process stays."""
+    checkpoint_refusal: str = ""
+    """Why `nbtrain.checkpoint` cannot save in the run's folder; "" if it can."""
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What a fork does not copy: the names of the notebook's ``threads``, and the packages of those
     that ``libraries`` started."""

@@ -20,11 +20,6 @@ from . import rank_context
 _NAME = re.compile(r"step-\d{8}")
 _STAMP = re.compile(r"attempt \d+, (\d+) ranks")
 
-NOT_SHARED = (
-    "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "
-    "folder on a disk that all nodes share before the kernel starts, or save to such a disk by hand"
-)
-
 
 def attempt() -> int:
     """Return the number of this attempt at the run: 1, or more after restarts."""

@@ -31,7 +31,6 @@ from ..transport import exceptions, result_pickler
 from ..transport.job import Job
 from ..transport.weights.sender import ResultSender
 from . import (
-    checkpoints,
     failure_evidence,
     hooks,
     nested_launches,
@@ -86,7 +85,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
 
     Makes the rank's context, and installs the signal handler, patches and observers of the task;
     reports the outcome in the run's folder and prints the traceback of a failure. After a success,
-    waits for threads and leaves the process group, unless the rank is live. An exception of the
+    waits for threads and leaves the process group, unless the rank stays. An exception of the
     task does not come out.
     """
     os.environ["NBTRAIN_RUN"] = str(job.folder.path)
@@ -106,7 +105,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
         quiet_tokenizers()
         unshare_in_children()
         fix_warning_lines()
-        if not job.is_live:
+        if not job.ranks_stay:
             output = RichOutput(call)
             output.install(in_notebook=job.in_notebook)
             call = output.run
@@ -121,7 +120,7 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
     code, error = run_and_report(context, call)
     if error is not None:
         _print_traceback(error, heading=ev.TRACEBACK_FOLLOWS)
-    if job.is_live:  # else with the process: a thread may report until then
+    if job.ranks_stay:  # else with the process: a thread may report until then
         context.writer.close()
     elif code == 0:
         with contextlib.suppress(OSError, KeyboardInterrupt):  # everything has been reported
@@ -133,11 +132,10 @@ def run_in_rank(job: Job, rank: int, call: Callable[[Task], Any]) -> int:
 def _make_context(job: Job, rank: int) -> RankContext:
     """Return the context of a task, and handle SIGINT for its run from now on.
 
-    In a live rank, it shares with the context of the process what outlives a task.
+    In a rank that stays, it shares with the context of the process what outlives a task.
     """
     stopper = stopping.install(job.folder.stopping_file)
-    refusal = "" if job.keeps_checkpoints else checkpoints.NOT_SHARED
-    process = rank_context.current() if job.is_live else None
+    process = rank_context.current() if job.ranks_stay else None
     return RankContext(
         job=job,
         process_job=job if process is None else process.process_job,
@@ -145,17 +143,17 @@ def _make_context(job: Job, rank: int) -> RankContext:
         writer=EventWriter(job.folder.events(rank)),
         reserve=_reserve_last_file(job, process),
         stopper=stopper,
-        checkpoint_refusal=refusal if process is None else process.checkpoint_refusal,
+        checkpoint_refusal=(job if process is None else process).checkpoint_refusal,
     )
 
 
 def _reserve_last_file(job: Job, process: RankContext | None) -> ReservedFile:
     """Return reserved space for a rank's last file, in the file system of the run's folder.
 
-    A live rank has one for all of its tasks, as to reserve space takes longer than a short cell. It
-    is replaced once it was used.
+    A rank that stays has one for all of its tasks, as to reserve space takes longer than a short
+    cell. It is replaced once it was used.
     """
-    if process is None or job.is_mirrored:
+    if process is None or job.folder_is_temporary:
         return ReservedFile(job.folder.path)
     if not process.reserve.is_free:
         process.reserve = ReservedFile(job.folder.path)
@@ -165,7 +163,7 @@ def _reserve_last_file(job: Job, process: RankContext | None) -> ReservedFile:
 def _install_stack_dumps(context: RankContext) -> None:
     """Have the rank answer requests for its stacks, where the launcher reads them."""
     job, of_process = context.job, context.process_job
-    folder = of_process.folder if job.is_mirrored else job.folder
+    folder = of_process.folder if job.folder_is_temporary else job.folder
     on_this_host = (job.world.ranks if job.world else 0) or job.world_size
     stack_dumps.install(
         folder, context.rank, context.writer, on_this_host, of_process.folder, of_process.lost
@@ -196,7 +194,7 @@ def _run_and_report(
             sender = ResultSender(job, rank, writer)
             if sender.needs_first_steps:
                 hooks.add(sender)
-            if not (job.in_kernel or job.is_live):
+            if not (job.in_kernel or job.ranks_stay):
                 renew_accelerate_state(job.plan)
             task_values.forget_references(job.plan.task)
             value = _run_watched(context, call)
@@ -208,7 +206,7 @@ def _run_and_report(
             after.enter_context(failure_evidence.ignore_child_signals())
             raise
     except SystemExit as leaving:
-        if not job.is_live:
+        if not job.ranks_stay:
             return _leave(context, leaving), None
         error = RuntimeError(
             f"{failure_evidence.describe_sys_exit(leaving)}, which does not end live ranks"
@@ -223,7 +221,8 @@ def _run_and_report(
             sender.rescue()
         return FAILED_EXIT_CODE, error
     finally:
-        if context.job is context.process_job or job.is_mirrored:  # else it is for later tasks, too
+        # Otherwise the reserve is for later tasks, too.
+        if context.job is context.process_job or job.folder_is_temporary:
             context.reserve.close()
 
 
@@ -236,9 +235,9 @@ def _deliver(
     """Save what the task returned, then the weights and variables, and report the end.
 
     Waits for the device's queued work. After the result is saved, waits for threads and leaves the
-    process group, except in a live rank, and in a CPU rank of one host with nothing to send. In the
-    kernel, `threads`, those from before the task, are not waited for. Raises `ResultNotPicklable`,
-    and `OSError` if the result does not fit.
+    process group, except in a rank that stays, and in a CPU rank of one host with nothing to send.
+    In the kernel, `threads`, those from before the task, are not waited for. Raises
+    `ResultNotPicklable`, and `OSError` if the result does not fit.
     """
     job, rank, writer = context.job, context.rank, context.writer
     _finish_device_work(context)
@@ -258,7 +257,7 @@ def _deliver(
         writer.write(returned)
     sender.gather()
     is_apart = job.device != "cpu" or job.world is not None or job.in_kernel
-    if not job.is_live and (is_apart or sender.sends_anything):  # queued work may change that
+    if not job.ranks_stay and (is_apart or sender.sends_anything):  # queued work may change that
         if not job.in_kernel:
             join_threads()
         elif _has_process_group():

@@ -43,12 +43,12 @@ class TrainingFigures:
 
 @dataclass(eq=False)
 class RankContext:
-    """What a rank knows and uses while it runs a task. A live rank has one for each task."""
+    """What a rank knows and uses while it runs a task. A rank that stays has one for each."""
 
     job: Job
     """The job of the task."""
     process_job: Job
-    """The job that the process was started for. Only in a live rank it is not `job`."""
+    """The job that the process was started for. Only in a rank that stays it is not `job`."""
     rank: int
     """The number of the rank in its job, which is the number on this node."""
     writer: EventWriter

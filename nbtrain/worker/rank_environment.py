@@ -214,8 +214,7 @@ def renew_accelerate_state(plan: Plan) -> None:
     objects of the notebook that show the state (TrainingArguments, a PartialState), makes it anew,
     which joins the run's process group. All instances share one state, so they show the run's.
     """
-    is_alone = plan.num_processes == 1 and plan.nodes is None
-    if is_alone and any(accelerate_objects.find_single_process_objects(plan.task)):
+    if not plan.has_peers and any(accelerate_objects.find_single_process_objects(plan.task)):
         return
     is_inherited = accelerate_objects.has_state()
     if is_inherited:

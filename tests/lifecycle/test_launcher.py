@@ -186,7 +186,7 @@ def test_a_run_in_the_background_stands_in_the_way_of_one_on_the_same_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = SimpleNamespace(
-        state=SimpleNamespace(device=other, is_live=False),
+        state=SimpleNamespace(device=other, takes_tasks=False),
         folder=SimpleNamespace(name="20261129-train"),
     )
     monkeypatch.setattr(launcher, "background_runs", lambda: [run])

@@ -24,7 +24,7 @@ def test_launch_has_every_option_of_the_table_with_its_default() -> None:
 
 def test_a_plan_has_a_field_for_every_option_of_the_table() -> None:
     plan = Plan(Call(print), "print")
-    own = {"task", "name", "port", "nodes", "scaling", "is_live", "is_post_mortem"}
+    own = {"task", "name", "port", "rendezvous", "scaling", "takes_tasks", "is_post_mortem"}
     assert {f.name for f in dataclasses.fields(Plan)} - own == {o.field for o in OPTIONS}
     assert all(getattr(plan, option.field) == option.default for option in OPTIONS)
 
@@ -178,7 +178,6 @@ def test_a_misspelt_keyword_is_guessed_before_anything_starts() -> None:
         ("detach", {"detach": True}, "`detach` is switched off on this host"),
         ("detach,--max-restarts", {"max_restarts": 2}, "`max_restarts` is switched off"),
         ("ray spawn", {"engine": "spawn"}, "`engine` spawn is switched off"),
-        ("live", {"is_live": True}, "%nbtrain start is switched off"),
     ],
 )
 def test_whoever_runs_the_host_switches_options_off(

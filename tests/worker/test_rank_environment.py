@@ -7,16 +7,51 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from nbtrain.planning.plan import Call, Plan
+from nbtrain.planning.world import Placement
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.transport.job import Job
+from nbtrain.worker.rank_environment import rank_environment
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 from tests.support.versions import needs
 from tests.support.waiting import wait_until
+
+
+def test_ranks_get_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
+    world = Placement(1, 3, 4, 8, "10.0.0.1", 29500, "job", "eth7")
+    plan = Plan(Call(print), "train")
+    job = Job(plan, RunFolder(tmp_path), 2, "cpu", 1, world=world)
+    told = rank_environment(job, 1, {})
+    expected = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "GROUP_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "job",
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "NCCL_SOCKET_IFNAME": "=eth7",
+        "TORCH_DIST_INIT_BARRIER": "1",
+    }
+    assert expected.items() <= told.items()
+    mine = {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert "NCCL_SOCKET_IFNAME" not in rank_environment(job, 1, mine)
+    assert (
+        rank_environment(job, 1, {"NCCL_SOCKET_IFNAME": "eth2"}).get("NCCL_SOCKET_IFNAME") is None
+    )
+    local = replace(job, world=replace(world, master_addr="127.0.0.1"))
+    assert "NCCL_SOCKET_IFNAME" not in rank_environment(local, 1, {})
 
 
 def split_prompts() -> tuple[int, list[str]]:

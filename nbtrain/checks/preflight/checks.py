@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from ... import part
 from ...findings import Finding
 from ...planning import option_types
 from ...planning.option_parser import MAGIC_ONLY
@@ -35,9 +36,10 @@ def check_fork_support(facts: Facts) -> Iterator[Finding]:
 
 def check_disabled_options(facts: Facts) -> Iterator[Finding]:
     """Warn about a word of NBTRAIN_DISABLE that is no option or engine."""
-    words = set(option_types.read_disabled(facts.env)) - {*ENGINES, "live", "num_nodes"}
+    words = set(option_types.read_disabled(facts.env)) - {*ENGINES}
     if words:
         words -= {name.replace("-", "_") for name in option_types.engine_plugins()}
+        words -= {each.switch for each in part.parts().values()}
         words -= {name for option in (*OPTIONS, *MAGIC_ONLY) for name in option.names}
     if unknown := sorted(words):
         text = f"{option_types.DISABLED} names {', '.join(unknown)}, which is no option or engine."

@@ -103,7 +103,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
     needs = attempt(
         "the estimate", partial(task_values.host_needs, plan.task), task_values.HostNeeds()
     )
-    port = plan.port or (0 if plan.nodes else int(plan.env.get("MASTER_PORT", 0)))
+    port = plan.port or (0 if plan.rendezvous else int(plan.env.get("MASTER_PORT", 0)))
     trouble = network.port_trouble(port) if port and not engine.runs_in_kernel else None
     return Facts(
         plan,
@@ -150,8 +150,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
 def _can_reuse_accelerator(plan: Plan) -> bool:
     """Return whether a single rank can use the Accelerator that the notebook made."""
     wanted = plan.mixed_precision or "no"
-    is_alone = plan.num_processes == 1 and plan.nodes is None
-    return is_alone and wanted in ("no", accelerate_objects.state_precision())
+    return not plan.has_peers and wanted in ("no", accelerate_objects.state_precision())
 
 
 def _visible_gpus(device: str, env: Mapping[str, str]) -> tuple[int, tuple[Gpu, ...]]:

@@ -21,7 +21,7 @@ from ...part_api import (
     connect,
     format_ranks,
 )
-from ...ui.displays import prompt as prompts
+from ...part_api import prompt as prompts
 from ...ui.displays.prompt import Prompt
 
 SAME_RANK_PROMPT_S = 1.0

@@ -12,9 +12,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ...part_api import NbtrainError, RankContext, RankSide, clock, rank_context
+from ...part_api import (
+    NbtrainError,
+    RankContext,
+    RankSide,
+    clock,
+    patch,
+    rank_context,
+    replace,
+    undo_later,
+)
 from ...part_api import events as ev
-from ...system import instrumentation
 from ...system.source_files import is_own
 from ...worker.rank_context import sides_of
 from .remote_pdb import NotebookFile, make_debugger
@@ -40,15 +48,13 @@ class DebuggerRank(RankSide):
         debugging = self._debugging = Debugging(context)
         if not job.plan.is_post_mortem:
             self._failed = None
-        instrumentation.undo_later(debugging.close)
-        instrumentation.replace(sys, "breakpointhook", debugging.open_at_caller)
+        undo_later(debugging.close)
+        replace(sys, "breakpointhook", debugging.open_at_caller)
         for module in ("pdb", "IPython.core.debugger"):
-            instrumentation.patch(module, "set_trace", debugging.set_trace)
-        instrumentation.patch("pdb", "post_mortem", debugging.post_mortem)
-        if job.plan.debug or job.is_live:
-            instrumentation.patch(
-                "torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever
-            )
+            patch(module, "set_trace", debugging.set_trace)
+        patch("pdb", "post_mortem", debugging.post_mortem)
+        if job.plan.debug or job.ranks_stay:
+            patch("torch.distributed.distributed_c10d", "_get_default_timeout", _wait_for_ever)
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
         """Open the debugger at an exception with ``--debug``, and wait until it is left.
@@ -59,7 +65,7 @@ class DebuggerRank(RankSide):
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if self._debugging is not None and context.job.plan.debug and not is_interrupt:
             self._debugging.look_into(error)
-        if context.job.is_live:
+        if context.job.ranks_stay:
             self._failed = error  # with its frames, until the next task
 
     def debug_failure(self) -> None:

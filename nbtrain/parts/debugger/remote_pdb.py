@@ -12,9 +12,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from ...part_api import POLL_INTERVAL_S, Channel, Listener
+from ...part_api import MAX_TEXT_CHARS, POLL_INTERVAL_S, Channel, Listener
 from ...system.source_files import RANK_BODY, is_own, short_name
-from ...transport.limits import MAX_TEXT_CHARS
 from ...worker.stopping import StopOnRequest
 
 GO_ON = "c\n"

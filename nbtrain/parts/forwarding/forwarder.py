@@ -19,13 +19,23 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from ...engines.process import kernel_detach
-from ...engines.process.forking import fork_process, ready_to_fork
 from ...lifecycle.limits import FOLDER_CHECK_INTERVAL_S
-from ...part_api import Companion, Finding, Plan, RunFolder, RunState, clock, new_events
+from ...part_api import (
+    Companion,
+    Finding,
+    Plan,
+    Reader,
+    RunFolder,
+    RunState,
+    all_events,
+    clock,
+    fork_process,
+    kernel_detach,
+    new_events,
+    ready_to_fork,
+)
 from ...part_api import events as ev
 from ...system.files import is_readable
-from ...tracking.event_log import Reader, all_events
 from ...tracking.reducers import end_run, fold
 from ...tracking.replay import initial_state, split_closing
 from ...tracking.run_folder import is_watched

@@ -16,9 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ...part_api import is_loopback, patch, when_imported
+from ...part_api import CONNECT_TIMEOUT_S, is_loopback, patch, when_imported
 from ...tracking.launch_log import LOGGER
-from ...transport.limits import CONNECT_TIMEOUT_S
 from .world import World, addresses, current_world
 
 TF_CONFIG = "TF_CONFIG"

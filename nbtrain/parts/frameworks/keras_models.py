@@ -16,9 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from ...part_api import EventWriter, NbtrainError, Plan, RunFolder, clock, write_atomically
+from ...part_api import (
+    EventWriter,
+    NbtrainError,
+    Plan,
+    RunFolder,
+    clock,
+    task_values,
+    write_atomically,
+)
 from ...part_api import events as ev
-from ...planning.task_values import is_model, named_values, references
 from ...transport.weights.receiver import model_kinds
 from ...transport.weights.state_io import stamp
 
@@ -68,10 +75,11 @@ def find_models(plan: Plan) -> dict[str, Any]:
     classes = tuple(kind for kind in kinds if isinstance(kind, type))
     if not classes:
         return {}
-    named = {name: named_values(plan.task).get(name) for name in plan.out}
+    named = {name: task_values.named_values(plan.task).get(name) for name in plan.out}
     if plan.sync:
-        named |= {r.name: r.value for r in references(plan.task) if r.is_shared}
-    found = {n: v for n, v in named.items() if isinstance(v, classes) and not is_model(v)}
+        named |= {r.name: r.value for r in task_values.references(plan.task) if r.is_shared}
+    of_keras = {n: v for n, v in named.items() if isinstance(v, classes)}
+    found = {n: v for n, v in of_keras.items() if not task_values.is_model(v)}
     first = {id(model): name for name, model in reversed(found.items())}
     inner = [name for name in found if any(name.startswith(f"{other}.") for other in found)]
     return {n: v for n, v in found.items() if first[id(v)] == n and n not in inner}

@@ -14,8 +14,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ...checks.preflight import raise_if_refused
-from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task
-from ...planning import task_values
+from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task, task_values
 from ...system import accelerator_guard
 from ...tracking.launch_log import attempt
 
@@ -52,16 +51,16 @@ def choose_engine(plan: Plan, engine: Engine) -> Engine:
     """
     in_use = accelerator_guard.frameworks_in_use()
     look = partial(used_by, plan.task, in_use)
-    names = sorted(in_use if plan.is_live else attempt("the look at frameworks", look, ()))
-    may_choose = plan.engine == "auto" and plan.nodes is None
-    if not names or engine.tpu_device or (plan.is_live and not may_choose):
+    names = sorted(in_use if plan.takes_tasks else attempt("the look at frameworks", look, ()))
+    may_choose = plan.engine == "auto" and plan.rendezvous is None
+    if not names or engine.tpu_device or (plan.takes_tasks and not may_choose):
         return engine
     state = " and ".join(map(describe, names))
     if may_choose:
         text = f"{state}, so the ranks are fresh processes."
         return FreshEngine(Finding("framework-in-use", text))
     remedy = f"Restart the kernel and use {' and '.join(names)} only inside the training function"
-    if plan.nodes is None:
+    if plan.rendezvous is None:
         remedy += (
             ", or start the ranks as fresh processes: `%%distributed --engine spawn` "
             '(`nbtrain.launch(..., engine="spawn")`)'

@@ -9,8 +9,7 @@ from functools import partial
 from types import CodeType, ModuleType
 from typing import Any
 
-from ...part import load
-from ...part_api import Cell, EventWriter, RankContext, RankSide, Task, hooks, when_imported
+from ...part_api import Cell, EventWriter, RankContext, RankSide, Task, hooks, load, when_imported
 from ...system import accelerator_guard
 from ...worker.hooks.guard import guard_step
 from . import LIBRARIES, VARIABLES
@@ -100,13 +99,13 @@ class FrameworksRank(RankSide):
 
             send_weights(self._models, self._rank, context.job.folder, self._writer)
         # Otherwise a cell may continue.
-        if "jax._src.distributed" in sys.modules and not context.job.is_live:
+        if "jax._src.distributed" in sys.modules and not context.job.ranks_stay:
             from .joining import leave_jax
 
             leave_jax()
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
-        if "jax._src.distributed" in sys.modules and not context.job.is_live:
+        if "jax._src.distributed" in sys.modules and not context.job.ranks_stay:
             from .joining import abandon_jax
 
             abandon_jax()

@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ...part_api import Plan, when_imported
-from ...planning import task_values
+from ...part_api import Plan, result_pickler, task_values, when_imported
 from ...system.accelerator_guard import frameworks_in_use
-from ...transport.result_pickler import REDUCERS
 from . import VARIABLES, keras_models
 from .joining import join_early
 
@@ -51,7 +49,7 @@ def register() -> None:
 
 
 def _set_reducer(package: str, reduce: Callable[[Any], Any], _module: object) -> None:
-    REDUCERS[package] = reduce
+    result_pickler.REDUCERS[package] = reduce
 
 
 def prepare(plan: Plan) -> None:

@@ -36,5 +36,12 @@ PART = Part(
         "restart": Command(_RUN, "%nbtrain restart       end the live ranks, and start new ones"),
         "stop": Command(_RUN),
     },
+    cell_magics={
+        "rank": Command(
+            "live.commands:rank_options",
+            "Run this cell on some of the live ranks: ``%%rank 0,2-3 [options]``.",
+        )
+    },
     launch_side="live.launch_side:LiveLaunch",
+    switch="live",
 )

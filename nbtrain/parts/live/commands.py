@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...part_api import (
+    OPTIONS,
     PASS,
     PlanError,
     Typed,
@@ -20,7 +21,6 @@ from ...part_api import (
     split_line,
     text_table,
 )
-from ...planning.plan import OPTIONS
 from . import live_ranks
 from .live_ranks import LiveRanks
 
@@ -95,9 +95,8 @@ def _start(name: str, text: str, namespace: dict[str, Any]) -> str:
     given: Sequence[str] = split_line(text)
     if not given and name == "restart" and last is not None:
         given = last.options
-    options = check_parsed(
-        parser((*START, "idle_timeout"), f"%nbtrain {name}", _HINT).parse_args(given)
-    )
+    more = (live_ranks.IDLE_TIMEOUT,)
+    options = check_parsed(parser(START, f"%nbtrain {name}", _HINT, more).parse_args(given), more)
     if name == "restart" and old is not None:  # not before the options are known to be right
         old.stop()
     given_options = {o.argument: getattr(options, o.field) for o in _start_options()}
@@ -136,6 +135,14 @@ def _split_rank(text: str) -> tuple[str, int | None]:
     if match is None:
         return text, None
     return text[: match.start()] + text[match.end() :], int(match[1])
+
+
+def rank_options(line: str) -> str:
+    """Return the options for the line of ``%%rank``. Raises `PlanError` if it names no ranks."""
+    ranks, _, rest = line.strip().partition(" ")
+    if not ranks:
+        raise PlanError("%%rank needs the ranks that run the cell: %%rank 0, or %%rank 0,2-3")
+    return f"--ranks {ranks} {rest}"
 
 
 def check_options(options: Namespace) -> None:

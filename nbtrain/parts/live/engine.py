@@ -8,10 +8,21 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any, Protocol
 
-from ...part_api import Action, Cell, Engine, Exit, Finding, Job, Plan, Ranks, RunFolder, clock
+from ...part_api import (
+    IDLE,
+    Action,
+    Cell,
+    Engine,
+    Exit,
+    Finding,
+    Job,
+    Plan,
+    Ranks,
+    RunFolder,
+    clock,
+    payload,
+)
 from ...part_api import events as ev
-from ...tracking.state import IDLE
-from ...transport import payload
 from ...transport.weights.models import Part
 
 Message = dict[str, Any]

@@ -16,8 +16,7 @@ import socket
 import sys
 from typing import Any
 
-from ...part_api import patch
-from ...planning.task_values import is_model
+from ...part_api import patch, task_values
 
 
 class ProcessGroups:
@@ -154,7 +153,7 @@ def _heal(namespace: dict[str, Any]) -> list[str]:
     lost = []
     for name, value in list(namespace.items()):
         with contextlib.suppress(Exception):  # a class object, a model of a kind of its own
-            modules = value.modules() if is_model(value) else ()
+            modules = value.modules() if task_values.is_model(value) else ()
             if any(type(part).__name__.startswith(("FullySharded", "FSDP")) for part in modules):
                 lost.append(name)
     return lost

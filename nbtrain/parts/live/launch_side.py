@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...lifecycle.launch_sides import CellPlace
-from ...part_api import LaunchSide, Plan, PlanError
+from ...part_api import CellPlace, Engine, LaunchSide, Plan, PlanError
 
 if TYPE_CHECKING:
+    from ...part_api import Display
     from .live_ranks import LiveRanks
 
 
@@ -34,6 +34,17 @@ class LiveLaunch(LaunchSide):
         if options.ranks is not None and ranks is None:
             raise PlanError("--ranks is for live ranks: %nbtrain start -n 2 starts two")
         return None if ranks is None else _OnLiveRanks(ranks, options)
+
+    def display(self, plan: Plan, engine: Engine, board: Callable[[], Display]) -> Display | None:
+        """Return the output of a cell for a task on live ranks, without another ``--view``.
+
+        It has a board if the task takes longer.
+        """
+        if not engine.ranks_stay or plan.view != "auto":
+            return None
+        from .cell_output import CellOutput
+
+        return CellOutput(board)
 
     def debug(self, error: BaseException) -> bool:
         """Open the debugger if the last task on live ranks raised `error`; return whether it did.

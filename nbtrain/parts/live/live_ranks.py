@@ -22,14 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ... import engines, part
-from ...errors import RankDied
-from ...lifecycle import launcher
-from ...lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
+from ... import engines
 from ...lifecycle.restarts import socket_folder
-from ...lifecycle.run import PreserveLastRun, last_run
 from ...lifecycle.supervisor import Interrupts
 from ...part_api import (
+    FAILURE_REPORT_TIMEOUT_S,
+    START_TIMEOUT_S,
+    UNKILLABLE_AFTER_S,
     UNRESPONSIVE_AFTER_S,
     Call,
     Cell,
@@ -41,26 +40,39 @@ from ...part_api import (
     NbtrainError,
     Plan,
     PlanError,
+    RankDied,
     Run,
     RunFolder,
+    check_allowed,
     clock,
     format_duration,
     format_ranks,
+    last_run,
+    load_provided,
     plan_fields,
     plural,
+    prompt,
+    run_plan,
+    set_last_run,
+    task_values,
     with_article,
 )
-from ...planning import task_values
-from ...planning.option_parser import IDLE_TIMEOUT
-from ...planning.option_types import variable_name
+from ...planning.option_types import SECONDS, Option, variable_name
 from ...system.files import SMALL_FILE_BYTES
 from ...transport.weights.models import Part
-from ...ui.displays import prompt
 from . import limits
 from .engine import LiveEngine, Message
 from .reloaded_modules import ReloadedModules
 from .server import serve
 from .variables import Snapshot, Variables, notebook
+
+IDLE_TIMEOUT = Option(
+    "--idle-timeout",
+    "end the live ranks after this many seconds without a cell for them",
+    **SECONDS,
+    field="idle_timeout",
+    metavar="SECONDS",
+)
 
 _NAME = "live ranks"
 """What the run of live ranks is called."""
@@ -103,19 +115,20 @@ def start(
             f"nbtrain.start has no option {unknown[0]!r}; its options are {', '.join(_OPTIONS)}"
         )
     IDLE_TIMEOUT.check(idle_timeout, "idle_timeout")
+    check_allowed("live", "%nbtrain start")
     if current() is not None:
         raise PlanError("live ranks are already running. End them first: %nbtrain stop")
     secret = secrets.token_hex(16)
     fields = plan_fields({"num_processes": num_processes, **options})
     fields |= {"background": True, "view": "none", "telemetry": (), "hang_after": None}
-    plan = Plan(Call(serve), _NAME, is_live=True, **{**fields, "sync": False})
+    plan = Plan(Call(serve), _NAME, takes_tasks=True, **{**fields, "sync": False})
     folder = Path(tempfile.mkdtemp(prefix=f"nbtrain-live-{os.getpid()}-", dir=socket_folder()))
     try:
         with contextlib.closing(_listener(plan, folder)) as listener:
             plan = replace(plan, task=Call(serve, (listener.address, secret)))
             snapshot = Snapshot(notebook())
-            with PreserveLastRun():
-                run = launcher.run_plan(plan)
+            with _PreserveLastRun():
+                run = run_plan(plan)
             ranks = _wait_for_ranks(run, listener, secret, snapshot)
     finally:  # once the ranks have connected, too: a kernel that is killed would leave it
         shutil.rmtree(folder, ignore_errors=True)
@@ -230,6 +243,21 @@ def _exclusive_use(
                 self._last_use = time.monotonic()
 
     return used
+
+
+class _PreserveLastRun:
+    """Sets `last_run` back after its block, unless the block raises: then the user needs that run.
+
+    A class, so that no frame refers to the old run: its error refers to the frames of its caller.
+    """
+
+    def __enter__(self) -> None:
+        self._before = last_run()
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        before, self._before = self._before, None
+        if kind is None and before is not None:
+            set_last_run(before)
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -553,7 +581,7 @@ class LiveRanks:
                 ]
         self.error = None
         try:
-            return launcher.run_plan(plan, noticed, engine=engine)
+            return run_plan(plan, noticed, engine=engine)
         finally:
             self.variables.snapshot.take(sent, sent)
 
@@ -641,10 +669,10 @@ class LiveRanks:
         self._check_is_whole()
         target = self._failed if rank is None else rank
         self._check_rank(target)
-        call = Call(part.load_provided("debugger", "debug_failure", "`ranks.debug()`"))
+        call = Call(load_provided("debugger", "debug_failure", "`ranks.debug()`"))
         plan = Plan(call, "debug", is_post_mortem=True, view="none", telemetry=(), sync=False)
-        with PreserveLastRun():
-            launcher.run_plan(plan, engine=LiveEngine(self, [target]))
+        with _PreserveLastRun():
+            run_plan(plan, engine=LiveEngine(self, [target]))
 
     def _check_rank(self, rank: int) -> None:
         """Raise `PlanError` for a rank that does not exist."""
@@ -831,7 +859,7 @@ class LiveRanks:
         cell = Cell("\n".join([*names, "None"]), "<pull>", notebook)
         title = f"pull {', '.join(names)}"
         plan = Plan(cell, title, sync=True, out=tuple(names), view="none", telemetry=())
-        launcher.run_plan(plan, engine=LiveEngine(self, list(self._channels)))
+        run_plan(plan, engine=LiveEngine(self, list(self._channels)))
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
         """Return what each rank reports about its variables."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
+from ...part_api import task_values
 from ...transport.weights.models import (
     find_parts,
     is_sharded,
@@ -18,8 +18,9 @@ from ...transport.weights.tensors import is_lazy, is_strided
 
 def select_stateful(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the models, optimizers and schedulers among variables, by name."""
-    kinds = (is_model, is_optimizer, is_scheduler)
-    return {n: v for n, v in public(values).items() if any(is_kind(v) for is_kind in kinds)}
+    kinds = (task_values.is_model, task_values.is_optimizer, task_values.is_scheduler)
+    public = task_values.public(values)
+    return {n: v for n, v in public.items() if any(is_kind(v) for is_kind in kinds)}
 
 
 def shapes(value: Any) -> list[Any] | None:
@@ -28,7 +29,7 @@ def shapes(value: Any) -> list[Any] | None:
     None for any other value, and for a model whose tensors have no shapes yet.
     """
     value = unwrap(value)
-    if not is_model(value) or any(map(is_lazy, named_tensors(value).values())):
+    if not task_values.is_model(value) or any(map(is_lazy, named_tensors(value).values())):
         return None
     return [[name, list(t.shape), str(t.dtype)] for name, t in named_tensors(value).items()]
 
@@ -40,7 +41,7 @@ def layout(value: Any, models: Mapping[str, Any]) -> list[Any] | None:
     have the whole state: for a model with packed weights, and for any scheduler.
     """
     value = unwrap(value)
-    if is_optimizer(value):
+    if task_values.is_optimizer(value):
         known = find_parts(models)
         steps = [known.get(id(parameter)) for parameter in stepped_parameters(value)]
         return None if None in steps else [_class(value), [list(part) for part in steps if part]]
@@ -60,7 +61,7 @@ def layout(value: Any, models: Mapping[str, Any]) -> list[Any] | None:
 def classes(value: Any) -> set[type]:
     """Return the classes of a model's modules, or of an optimizer."""
     value = unwrap(value)
-    return {type(part) for part in (value.modules() if is_model(value) else (value,))}
+    return {type(part) for part in (value.modules() if task_values.is_model(value) else (value,))}
 
 
 def _class(value: Any) -> list[str]:
@@ -79,7 +80,7 @@ def dump_state(value: Any) -> dict[str, Any]:
 
     A model's tensors are not copied: they share its memory.
     """
-    if not is_model(value):
+    if not task_values.is_model(value):
         return dict(value.state_dict())
     # Detached, so that pickling them does not refer to parts of the model.
     tensors = {name: tensor.detach() for name, tensor in named_tensors(value).items()}
@@ -91,7 +92,7 @@ def load_state(value: Any, state: Mapping[str, Any]) -> None:
     import torch
 
     value = unwrap(value)
-    if not is_model(value):
+    if not task_values.is_model(value):
         value.load_state_dict(state)
         return
     with torch.no_grad():

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -20,17 +22,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...part_api import Channel, Plan, RankContext, RunFolder, connect, hooks, rank_context
-from ...planning.task_values import is_model, public
-from ...system import instrumentation
+from ...part_api import (
+    POLL_INTERVAL_S,
+    Address,
+    Channel,
+    Plan,
+    RankContext,
+    RunFolder,
+    connect,
+    failing_plan,
+    fill_memory_file,
+    hooks,
+    payload,
+    rank_context,
+    read_appended,
+    run_task,
+    scope,
+    task_values,
+)
 from ...tracking.run_folder import mark_stopping
-from ...transport import payload
-from ...transport.channel import Address
 from ...transport.weights.models import find_parts
 from ...worker import main
 from ...worker.output.rich_output import RichOutput
-from ...worker.task_runner import failing_plan, run_task
-from . import mirror, values
+from . import values
 from .groups import ProcessGroups
 from .limits import INTERRUPT_GRACE_S
 from .model_state import layout, load_state, select_stateful
@@ -200,8 +214,8 @@ class LiveRank:
                 folder=folder,
                 shared_classes=classes,
                 unanswered=message["unanswered"],
-                is_live=True,
-                is_mirrored=not self._channel.passes_files,
+                ranks_stay=True,
+                folder_is_temporary=not self._channel.passes_files,
             )
             output = RichOutput(run_task, shows_values=True)
             output.install()
@@ -230,7 +244,7 @@ class LiveRank:
         host as it grows, and deleted at the end of the block.
         """
         home, scratch = RunFolder(Path(message["folder"])), self._context.job.scratch
-        copied = mirror.mirror_folder(self._channel, message["id"], scratch, self._rank)
+        copied = _mirror_folder(self._channel, message["id"], scratch, self._rank)
         with contextlib.nullcontext(home) if self._channel.passes_files else copied as folder:
             self._folder = folder
             try:
@@ -248,7 +262,7 @@ class LiveRank:
         os.dup2(log, 2)
         os.close(log)
         try:
-            with instrumentation.scope():
+            with scope():
                 yield
         finally:
             self._stop_listening()
@@ -282,7 +296,7 @@ class LiveRank:
 
     def _layouts(self, message: Message, _data: int | None) -> Message:
         known = select_stateful(self._namespace)
-        models = {name: value for name, value in known.items() if is_model(value)}
+        models = {name: value for name, value in known.items() if task_values.is_model(value)}
         layouts = {n: layout(known[n], models) if n in known else None for n in message["names"]}
         return {"layouts": layouts}
 
@@ -294,7 +308,7 @@ class LiveRank:
 
         They are lists under ``new`` and ``deleted``.
         """
-        names = set(public(self._namespace))
+        names = set(task_values.public(self._namespace))
         new, deleted = sorted(names - self._known), sorted(self._known - names)
         self._known = names
         return {"new": new, "deleted": deleted}
@@ -317,3 +331,56 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or of the user's own kind
             stream.flush()
+
+
+@contextlib.contextmanager
+def _mirror_folder(channel: Channel, task: int, place: str, rank: int) -> Iterator[RunFolder]:
+    """Yield a new folder in `place`, and copy it to the notebook's host as it grows.
+
+    Events and log are sent as they grow, by a thread. At the end of the block the other files are
+    sent, and the folder is deleted. If the notebook is gone, nothing is raised.
+    """
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix=f"task-{task}-", dir=place)))
+    is_over = threading.Event()
+    have = {path.name: 0 for path in (folder.events(rank), folder.log(rank))}
+
+    def follow() -> None:
+        with contextlib.suppress(OSError):  # the notebook is gone
+            while not is_over.wait(POLL_INTERVAL_S):
+                _send_growth(channel, task, folder, have)
+
+    copying = threading.Thread(target=follow, name="nbtrain-mirror", daemon=True)
+    copying.start()
+    try:
+        yield folder
+    finally:
+        is_over.set()
+        copying.join()
+        with contextlib.suppress(OSError):
+            for name in folder.list_result_files(rank):  # before the report that it is there
+                _send(channel, task, name, folder.path / name)
+            while _send_growth(channel, task, folder, have):
+                pass
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _send_growth(channel: Channel, task: int, folder: RunFolder, have: dict[str, int]) -> bool:
+    """Send what has been appended to the files; return whether that was anything.
+
+    `have` gets the bytes of each file that are sent. Raises `OSError` if the notebook is gone.
+    """
+    parts = read_appended(folder.path, have)
+    for name, (offset, data) in parts.items():
+        with fill_memory_file(lambda file, data=data: file.write(data)) as file:  # type: ignore[misc]
+            channel.send({"file": name, "task": task, "grows": True}, file.fileno())
+        have[name] = offset + len(data)
+    return bool(parts)
+
+
+def _send(channel: Channel, task: int, name: str, path: Path) -> None:
+    """Send a whole file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        channel.send({"file": name, "task": task, "grows": False}, descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,11 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
-from ...part_api import NbtrainError
-from ...planning.task_values import is_model, is_optimizer, is_scheduler, public
+from ...part_api import NbtrainError, fill_memory_file, result_pickler, task_values
 from ...system.text import short_repr
-from ...transport import result_pickler
-from ...transport.channel import fill_memory_file
 from ...transport.weights.models import Part, find_parts, is_sharded, unwrap
 from ...transport.weights.tensors import fingerprints
 from .model_state import select_stateful, shapes
@@ -53,7 +50,8 @@ def pack_variables(
                 steps = find_parts({name: value})
                 if lost := [every[i][0] for i in steps if _is_missing(i, refers, every)]:
                     raise NbtrainError(f"it trains `{lost[0]}`: pull that, too")
-            if any(map(is_sharded, [value, *(value.parameters() if is_model(value) else ())])):
+            parameters = value.parameters() if task_values.is_model(value) else ()
+            if any(map(is_sharded, [value, *parameters])):
                 raise NbtrainError(
                     "it is sharded over the ranks; %nbtrain pull copies a whole model"
                 )
@@ -73,7 +71,7 @@ def _is_missing(key: int, refers: Mapping[int, Part], every: Mapping[int, Part])
 
 def _order(value: Any) -> int:
     """Return when a value is packed: a model, an optimizer, a scheduler, all else."""
-    kinds = (is_model, is_optimizer, is_scheduler)
+    kinds = (task_values.is_model, task_values.is_optimizer, task_values.is_scheduler)
     return next((i for i, is_kind in enumerate(kinds) if is_kind(value)), len(kinds))
 
 
@@ -84,7 +82,7 @@ def describe_variables(namespace: Mapping[str, Any]) -> list[dict[str, Any]]:
     IPython's own variables are left out.
     """
     found = []
-    for name, value in public(namespace).items():
+    for name, value in task_values.public(namespace).items():
         if name not in _SHELL and not issubclass(type(value), _DULL):
             found.append({"name": name, **_about(value)})
     return found
@@ -107,7 +105,7 @@ def _details(value: Any) -> dict[str, Any]:
     if torch is not None and isinstance(value, torch.Tensor):
         parts = {"": _checksum(value)}
         return {"shape": list(value.shape), "bytes": value.nbytes, **_place(value), "parts": parts}
-    if is_model(value):
+    if task_values.is_model(value):
         tensors = dict(value.named_parameters())
         place = _place(next(iter(tensors.values()))) if tensors else {}
         return {

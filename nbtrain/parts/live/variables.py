@@ -9,9 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...part_api import NbtrainError, PlanError
-from ...planning.task_values import is_model
-from ...transport import payload, result_pickler
+from ...part_api import NbtrainError, PlanError, payload, result_pickler, task_values
 from ...transport.weights.models import Part, find_parts, get_part
 from .engine import Message
 from .model_state import classes, dump_state, layout, load_state, select_stateful, shapes
@@ -150,7 +148,7 @@ class Variables:
         if not known:
             return {}
         answers = self._ask(ranks, {"do": "layouts", "names": list(known)}).values()
-        models = {n: v for n, v in {**notebook(), **values}.items() if is_model(v)}
+        models = {n: v for n, v in {**notebook(), **values}.items() if task_values.is_model(v)}
         return {
             name: value
             for name, value in known.items()
@@ -178,7 +176,7 @@ class Variables:
         there = find_parts({**same, **(alike or {})})
         others = find_parts({name: value for name, value in has.items() if name not in same})
         for name, value in sent.items():
-            for part in find_parts({name: value} if not is_model(value) else {}):
+            for part in find_parts({name: value} if not task_values.is_model(value) else {}):
                 if part in others and part not in there:
                     model = others[part][0]
                     raise PlanError(

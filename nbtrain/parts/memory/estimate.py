@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...part_api import PlanError, Typed, format_bytes
+from ...part_api import PlanError, Typed, format_bytes, host
 from ...planning.option_parser import OptionParser
-from ...system import gpus, host
+from ...system import gpus
 from . import batches
 from .forked_call import call_in_fork
 from .report import MemoryAnatomy, Room

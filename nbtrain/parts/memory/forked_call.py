@@ -17,9 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...engines.process import kernel_detach
-from ...engines.process.forking import fork_process, ready_to_fork
-from ...part_api import PlanError
+from ...part_api import PlanError, fork_process, kernel_detach, ready_to_fork
 
 T = TypeVar("T")
 

@@ -2,4 +2,8 @@
 
 from ...part_api import Part
 
-PART = Part(engines={"nodes": "nodes.engine:MultinodeEngine"})
+PART = Part(
+    launch_side="nodes.launch_side:NodesLaunch",
+    switch="num_nodes",
+    provides={"rendezvous": "nodes.rendezvous:Rendezvous"},
+)

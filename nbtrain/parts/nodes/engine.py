@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...part_api import (
+    CONNECT_TIMEOUT_S,
     POLL_INTERVAL_S,
     Finding,
     ForkEngine,
@@ -32,17 +33,16 @@ from ...part_api import (
     Task,
     clock,
     is_loopback,
+    is_secondary_failure,
     own_address,
     plural,
     rank_context,
 )
 from ...part_api import events as ev
-from ...planning.world import Rendezvous
 from ...system.network import interface_of
-from ...tracking.state import is_secondary_failure
 from ...transport.exceptions import set_notes
-from ...transport.limits import CONNECT_TIMEOUT_S
 from ...ui.limits import REPORT_INTERVAL_S
+from .rendezvous import Rendezvous
 
 LINGER_S = 240.0
 """How long node 0 keeps the store for other nodes after its own ranks are done. torch's agents wait
@@ -65,8 +65,8 @@ class MultinodeEngine(ForkEngine):
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Do the same as on one node, for the ranks of this one."""
-        assert plan.nodes is not None
-        self.nodes = plan.nodes
+        assert isinstance(plan.rendezvous, Rendezvous)
+        self.nodes = plan.rendezvous
         return super().resolve(plan)
 
     def prepare(self, plan: Plan) -> None:

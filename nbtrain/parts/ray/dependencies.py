@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-from ...part_api import Cell, Task
-from ...planning.task_values import code_within, is_pickled_by_value, references
+from ...part_api import Cell, Task, task_values
 
 
 def find_packages(task: Task) -> list[str]:
@@ -40,11 +39,11 @@ def _modules(task: Task) -> Iterator[str]:
         yield from _iterate_imports(
             compile(task.source, task.filename, "exec", flags, dont_inherit=True)
         )
-    for reference in references(task):
+    for reference in task_values.references(task):
         value = reference.value
         if type(value) is ModuleType:
             yield value.__name__.partition(".")[0]
-        elif type(value) is FunctionType and is_pickled_by_value(value):
+        elif type(value) is FunctionType and task_values.is_pickled_by_value(value):
             yield from _iterate_imports(value.__code__)
         else:
             home = value if isinstance(value, (type, FunctionType)) else type(value)
@@ -53,7 +52,7 @@ def _modules(task: Task) -> Iterator[str]:
 
 def _iterate_imports(code: CodeType) -> Iterator[str]:
     """Yield the first names of modules that a code object, or one within it, imports."""
-    for part in code_within(code):
+    for part in task_values.code_within(code):
         for step in dis.get_instructions(part):
             if step.opname == "IMPORT_NAME":
                 yield str(step.argval).partition(".")[0]

@@ -22,13 +22,13 @@ from ...part_api import (
     UNRESPONSIVE_AFTER_S,
     Action,
     Exit,
+    FileCopies,
     LaunchError,
     Placement,
     RunFolder,
     clock,
     write_atomically,
 )
-from ...transport.file_sync import FileCopies
 from . import limits, reservation
 from .node_ranks import NodeOrder, NodeRanks, RankExit
 from .reservation import Node, NodeRequest, PlacedNode, Reservation, has_ended

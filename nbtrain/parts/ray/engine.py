@@ -20,10 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...engines.base import SIGNALS
 from ...engines.process.interpreter import interpreter_command
-from ...lifecycle.limits import UNKILLABLE_AFTER_S
 from ...part_api import (
+    CONNECT_TIMEOUT_S,
+    SIGNALS,
+    UNKILLABLE_AFTER_S,
     Action,
     Call,
     Engine,
@@ -34,14 +35,13 @@ from ...part_api import (
     Plan,
     Ranks,
     clock,
+    event_tail,
     new_events,
+    payload,
 )
 from ...part_api import events as ev
 from ...system import network
 from ...system.files import Tail
-from ...tracking.event_log import event_tail
-from ...transport import payload
-from ...transport.limits import CONNECT_TIMEOUT_S
 from ...worker.rank_environment import rank_environment
 from . import dependencies
 from .driver import Driver
@@ -293,7 +293,7 @@ class RayEngine(Engine):
             own = _own()
             address, auth_mode, self._environment = own.address, own.auth_mode, own.changes()
         folder = Path.cwd()
-        needs_sources = plan.is_live or dependencies.beside(plan.task, folder)
+        needs_sources = plan.takes_tasks or dependencies.beside(plan.task, folder)
         nodes = self._connect(address, str(folder) if needs_sources else None, auth_mode)
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
         least, most = plan.spread or (1, 1)

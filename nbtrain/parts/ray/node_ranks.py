@@ -39,12 +39,18 @@ from ...part_api import (
     Placement,
     RunFolder,
     clock,
+    file_size,
+    host,
+    payload,
+    read_appended,
 )
 from ...part_api import events as ev
-from ...system import host
 from ...tracking.resource_sampler import Sampler
-from ...transport import payload
-from ...transport.file_sync import file_size, read_appended
+
+_NOT_SHARED = (
+    "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "
+    "folder on a disk that all nodes share before the kernel starts, or save to such a disk by hand"
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class NodeRanks:
         # Now, and not when the ranks start: torch takes seconds.
         self._server = begin_server(self._job, order.modules) if order.modules else None
         self._signals: queue.SimpleQueue[tuple[Collection[int], Action]] = queue.SimpleQueue()
-        self._keeps_checkpoints, self._is_closed = True, False
+        self._checkpoint_refusal, self._is_closed = "", False
         self._killed: set[int] = set()
         self._oom_kills = OomKills()
         self._exits: list[RankExit] = []
@@ -162,7 +168,7 @@ class NodeRanks:
 
     def keep_checkpoints(self, is_shared: bool) -> None:
         """Save checkpoints in the launcher's run folder if all nodes see it, otherwise nowhere."""
-        self._keeps_checkpoints = is_shared
+        self._checkpoint_refusal = "" if is_shared else _NOT_SHARED
         if is_shared:
             self._home.checkpoints.mkdir(exist_ok=True)
             self.folder.checkpoints.symlink_to(self._home.checkpoints)
@@ -182,7 +188,7 @@ class NodeRanks:
             self._job,
             scratch=self._scratch,
             world=replace(self._order.world, master_port=port),
-            keeps_checkpoints=self._keeps_checkpoints,
+            checkpoint_refusal=self._checkpoint_refusal,
         )
         self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain", daemon=True)
         self._thread.start()

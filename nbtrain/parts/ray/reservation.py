@@ -16,9 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...part_api import POLL_INTERVAL_S, LaunchError, PlanError, format_bytes, plural
+from ...part_api import (
+    CONNECT_TIMEOUT_S,
+    POLL_INTERVAL_S,
+    LaunchError,
+    PlanError,
+    format_bytes,
+    plural,
+)
 from ...tracking.limits import RELEASE_TIMEOUT_S
-from ...transport.limits import CONNECT_TIMEOUT_S
 from . import dependencies, node_actor
 from .limits import FREE_CHECK_INTERVAL_S, NODE_TIMEOUT_S
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from ...lifecycle.launcher import run_plan
 from ...part_api import (
     Call,
     NbtrainError,
@@ -19,17 +18,18 @@ from ...part_api import (
     Run,
     Typed,
     check_parsed,
+    host,
     mask_source,
     name_with_lookalikes,
     parser,
     plan_fields,
     plural,
+    run_plan,
     shorten,
     split_line,
     with_article,
 )
 from ...planning.option_parser import split_options
-from ...system.host import usable_cpus
 from .report import ScalingReport, Size
 from .timed_function import time_steps
 
@@ -154,7 +154,7 @@ def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
     # The same at all sizes: else a single rank would have the cores of all.
     threads = plan.env.get(_THREADS, os.environ.get(_THREADS, ""))
     if not threads.isdecimal() or int(threads) < 1:
-        threads = str(max(1, usable_cpus() // max(ranks)))
+        threads = str(max(1, host.usable_cpus() // max(ranks)))
     task = replace(plan.task, function=time_steps(plan.task.function))
     env = {**plan.env, _THREADS: threads}
     quiet = replace(plan, task=task, env=env, view="none", sync=False, scaling=True)
@@ -207,7 +207,7 @@ def _add(size: Size, run: Run, notes: dict[str, None]) -> None:
     at = f"At {plural(size.ranks, 'rank')},"
     if any(world_size != size.ranks for _, world_size in run.results):
         notes[f"{at} the ranks did not join one process group: each trained alone."] = None
-    if run.state.device == "cpu" and size.ranks > usable_cpus():
+    if run.state.device == "cpu" and size.ranks > host.usable_cpus():
         notes[f"{at} the ranks share CPU cores, so this does not predict other hardware."] = None
 
 

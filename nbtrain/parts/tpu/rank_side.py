@@ -28,7 +28,7 @@ class XlaRank(RankSide):
         device_scalars.READERS["xla"] = XlaScalars
         job, writer = context.job, context.writer
         if "phases" in job.plan.telemetry:
-            compilation = CompilationMeter(writer, context.rank, job.is_live)
+            compilation = CompilationMeter(writer, context.rank, job.ranks_stay)
             self.compilation = compilation
 
             def watch(_module: object) -> None:
@@ -38,7 +38,7 @@ class XlaRank(RankSide):
             when_imported("torch_xla.core.xla_model", watch)
 
     def finish_task(self, context: RankContext) -> None:
-        if context.job.is_live:  # its engine does so at the end of other ranks
+        if context.job.ranks_stay:  # its engine does so at the end of other ranks
             xla.finish()
 
 

@@ -58,7 +58,7 @@ class XlaEngine(ForkEngine):
         and `PlanError` for live ranks where each process drives two devices.
         """
         found = tpu.find(env={**os.environ, **plan.env})
-        if plan.is_live and found is not None and found.devices > found.chips:
+        if plan.takes_tasks and found is not None and found.devices > found.chips:
             raise PlanError(
                 f"each process of this host ({found.label}) drives two devices in two threads, but "
                 "a live rank has one thread. Run the cell without live ranks"

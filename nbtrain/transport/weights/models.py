@@ -327,13 +327,13 @@ def restore_structure(module: torch.nn.Module, *, is_trial: bool) -> Iterator[No
 class ModelAtStart:
     """The tensors and parts that a model had when the task began. Keeps no tensor alive.
 
-    For a live rank's model, every adapter counts as new: which of them the notebook's model has is
-    unknown.
+    For a model of a rank that stays, every adapter counts as new: which of them the notebook's
+    model has is unknown.
     """
 
-    def __init__(self, model: Any, variable: str, is_live: bool = False) -> None:
+    def __init__(self, model: Any, variable: str, ranks_stay: bool = False) -> None:
         self._variable = variable
-        self._adapters = [] if is_live else [*map(_identity, find_adapters(model))]
+        self._adapters = [] if ranks_stay else [*map(_identity, find_adapters(model))]
         tensors = named_tensors(model)
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
         self._kinds = {name: (_shape(t), t.dtype) for name, t in tensors.items()}

@@ -61,15 +61,15 @@ class ResultSender:
     def __init__(self, job: Job, rank: int, writer: EventWriter) -> None:
         plan = self._plan = job.plan
         self._folder, self._rank, self._writer = job.folder, rank, writer
-        self._shared, self._is_live = job.shared_classes, job.is_live
+        self._shared, self._ranks_stay = job.shared_classes, job.ranks_stay
         self._returned = synced_objects(plan)
-        if self._is_live:  # an earlier task may have wrapped them; FSDP is needed to gather
+        if self._ranks_stay:  # an earlier task may have wrapped them; FSDP is needed to gather
             self._returned = {n: unwrap(v, keep=FSDP) for n, v in self._returned.items()}
         # A rank in the kernel trains the notebook's own objects.
         self._objects = {} if job.in_kernel else self._returned
         self._sent = self._objects if rank == 0 else {}
         self._before = {name: self._fingerprints(value) for name, value in self._objects.items()}
-        has_shared = rank == 0 and not self._is_live
+        has_shared = rank == 0 and not self._ranks_stay
         self._addresses = _find_shared_addresses(self._objects.values()) if has_shared else {}
         self._at_start: dict[str, ModelAtStart] = {}
         self._remember_models()
@@ -105,10 +105,11 @@ class ResultSender:
     def _fingerprints(self, value: Any) -> Any:
         """Return the fingerprints of a model in rank 0, by name; else {}.
 
-        Also {} in a live rank, whose models are always sent, and for a model that cannot be read.
+        Also {} in a rank that stays, whose models are always sent, and for a model that cannot be
+        read.
         """
         with contextlib.suppress(Exception):  # a model that cannot be read is always sent
-            if self._rank == 0 and is_model(value) and not self._is_live:
+            if self._rank == 0 and is_model(value) and not self._ranks_stay:
                 return fingerprints(state_io.contents(value))
         return {}
 
@@ -123,7 +124,7 @@ class ResultSender:
                 known = [n for n, v in variables.items() if v is value]
                 variable = name if name in known else next(iter(known), name)
                 with contextlib.suppress(Exception):  # as in `_fingerprints`
-                    self._at_start[name] = ModelAtStart(value, variable, self._is_live)
+                    self._at_start[name] = ModelAtStart(value, variable, self._ranks_stay)
 
     @property
     def needs_first_steps(self) -> bool:
@@ -324,7 +325,7 @@ class ResultSender:
         except OSError as error:
             raise _FolderError(error) from error
         kind, count = content.about["kind"], content.about.get("parameters", 0)
-        adapters = () if self._is_live else content.about.get("adapters", ())
+        adapters = () if self._ranks_stay else content.about.get("adapters", ())
         known = named_parameters(self._objects[name]) if count else ()
         self._report(
             name,

@@ -400,7 +400,7 @@ def _throughput(state: RunState) -> Figure | None:
 
 
 def _mean_throughput(state: RunState) -> Figure | None:
-    """Return the mean throughput of an ended run; None if no step was made.
+    """Return the mean throughput of an ended run, if it made a step.
 
     Its last rate may be that of a pause.
     """

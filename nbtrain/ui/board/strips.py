@@ -89,13 +89,13 @@ def strips_of(state: RunState, now: float, last: float | None) -> Strips | None:
         columns = most if len(bands) <= 32 else most // 2
         steps = [max(group, key=lambda row: len(row.letters)).steps for group in groups]
         lines = zip(bands, steps, strict=True)
-        bands = [of.letters_by_step(_as_timeline(*line), last, columns) for line in lines]
+        bands = [of.letters_by_step(_timeline_of(*line), last, columns) for line in lines]
     bands = _mark_waits_for_peers(list(map(_widen_ending, bands)), state)
     seconds = count * rows[0].width if last is None else None
     return Strips(bands, list(range(0, len(rows), per)), columns, seconds, per)
 
 
-def _as_timeline(letters: str, steps: tuple[int, ...]) -> of.Timeline:
+def _timeline_of(letters: str, steps: tuple[int, ...]) -> of.Timeline:
     """Return a timeline of letters without the spaces at their end, and a step for each letter."""
     letters = letters.rstrip()
     steps += (steps[-1:] or (0,)) * (len(letters) - len(steps))

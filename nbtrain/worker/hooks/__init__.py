@@ -62,11 +62,11 @@ _lock = threading.Lock()
 """Held while the listeners of an event change: a thread that reads a loader may remove one."""
 
 _lasting: set[Event[...]] = set()
-"""The events whose patches stay: for all tasks of a live rank, or until all ranks are forked."""
+"""The events whose patches stay: for all tasks of the rank, or until all ranks are forked."""
 
 
 def keep() -> None:
-    """Patch the libraries for all events, for all tasks of a live rank or all ranks of a launch.
+    """Patch the libraries for all events, for all tasks of a rank that stays or all forked ranks.
 
     Patching them for each task would take 1 ms. Bars are left out, because each task resets them.
     """

@@ -84,7 +84,7 @@ def _observers(context: RankContext, places: LibraryPlaces) -> Iterator[Observer
     if "steps" in sources:
         yield TensorMemoryMeter(writer, rank, plan.task)
         if rank == 0:
-            yield NotCopiedBack(plan, writer, context.job.is_live)
+            yield NotCopiedBack(plan, writer, context.job.ranks_stay)
         if context.stopper is not None:
             yield context.stopper
     if "phases" in sources:

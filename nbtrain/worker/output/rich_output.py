@@ -2,7 +2,7 @@
 
 Each display is an event. If there are too many, the last one is sent at the end of the task, with
 the number of those left out. In ordinary runs the text form is also written to the rank's log, for
-terminals. A cell of live ranks shows values as other cells do.
+terminals. A cell of ranks that stay shows values as other cells do.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RichOutput:
     def __init__(self, call: Callable[[Task], Any], *, shows_values: bool = False) -> None:
         """Prepare to run tasks by `call`.
 
-        With `shows_values`, for live ranks, the value that a cell ends in is displayed, and texts
-        of displays are sent and not printed to the log.
+        With `shows_values`, the value that a cell ends in is displayed, and texts of displays are
+        sent and not printed to the log.
         """
         self._call, self._shows_values = call, shows_values
         self._names: list[str] = []
@@ -75,9 +75,9 @@ class RichOutput:
     def run(self, task: Task) -> Any:
         """Run a task and return its value, with the rest of its displays sent.
 
-        In live ranks, the value that a cell ends in is displayed. It is also returned if it is at
-        most `MAX_DISPLAY_BYTES`, else None is; the value of a training function is returned at any
-        size.
+        With `shows_values`, the value that a cell ends in is displayed. It is also returned if it
+        is at most `MAX_DISPLAY_BYTES`, else None is; the value of a training function is returned
+        at any size.
         """
         try:
             value = self._call(task)
@@ -132,8 +132,8 @@ class RichOutput:
     ) -> None:
         """Send a display in the forms that a notebook shows, and print its text to the log.
 
-        Plain text alone is only printed, except in live ranks. Of a form over `MAX_DISPLAY_BYTES`,
-        the text and the size are sent.
+        Without `shows_values`, plain text alone is only printed. Of a form over
+        `MAX_DISPLAY_BYTES`, the text and the size are sent.
         """
         if not isinstance(data, dict) or (context := rank_context.current()) is None:
             return

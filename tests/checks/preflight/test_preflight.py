@@ -174,7 +174,9 @@ def test_what_hinders_ranks_is_found_with_its_figures(
         lambda: on_gpus(1, EXCLUSIVE),
         lambda: facts(build=CPU_BUILD),
         lambda: facts(build=CPU_BUILD, gpu_count=1, **ON_CPU),
-        lambda: facts(env={"NBTRAIN_DISABLE": SWITCHED_OFF}),
+        pytest.param(
+            lambda: facts(env={"NBTRAIN_DISABLE": SWITCHED_OFF}), marks=pytest.mark.part("live")
+        ),
         pytest.param(lambda: facts(**TPU, **ON_CPU), marks=needs_tpu),
         pytest.param(lambda: facts(**XLA, **TPU, has_torch_xla=True), marks=needs_tpu),
         lambda: on_gpus(1, GPU, engine="spawn", **DIRTY),

@@ -82,3 +82,19 @@ def test_a_run_that_is_named_is_stopped_instead_of_the_ranks(
     monkeypatch.setattr(live.live_ranks, "current", lambda: object())
     assert live.command(Typed("stop", " 12", {}, str)) is PASS
     assert live.command(Typed("stop", " --help", {}, str)) is PASS
+
+
+def test_a_cell_for_some_ranks_is_a_magic_with_a_help(notebook: Notebook) -> None:
+    out = notebook.run("%%rank\n1")
+    assert (out.ename, "%%rank needs the ranks" in out.evalue) == ("PlanError", True)
+    find = "get_ipython().object_inspect('%%rank')"
+    assert notebook.value(f"{find}['docstring']").startswith("Run this cell on some of the live")
+    notebook.run("%unload_ext nbtrain")
+    assert notebook.value("'rank' in get_ipython().magics_manager.magics['cell']") is False
+    notebook.run("%load_ext nbtrain")
+
+
+def test_whoever_runs_the_host_switches_live_ranks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBTRAIN_DISABLE", "live")
+    with pytest.raises(PlanError, match="%nbtrain start is switched off"):
+        live.answer("start", "-n 1", {})

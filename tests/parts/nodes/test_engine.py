@@ -6,19 +6,12 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import nbtrain
-from nbtrain.errors import LaunchError, PlanError
-from nbtrain.planning.plan import Call, Plan
-from nbtrain.planning.world import Placement
-from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.transport.job import Job
-from nbtrain.worker.rank_environment import rank_environment
+from nbtrain.errors import LaunchError
 from tests.support.kernel import Notebook, Outputs
 from tests.support.ports import free_port
 
@@ -183,53 +176,3 @@ def _as_node(node: int, port: int, ranks: int = 1, seconds: float = 1) -> Any:
 def test_a_node_that_does_not_come_is_waited_for_so_long(node: int, words: str) -> None:
     with pytest.raises(LaunchError, match=f"node {node} of 2 waited 1 s for the others: {words}"):
         _as_node(node, free_port())
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_nodes": 2, "node_rank": 2}, r"num_nodes - 1 \(1\), not 2"),
-        ({"node_rank": 1}, r"num_nodes - 1 \(0\), not 1"),
-        ({"num_nodes": 2.5}, "whole number"),
-        ({"num_nodes": 0}, "at least 1, not 0"),
-        ({"num_nodes": 2, "use_port": "http"}, "cannot meet at '127.0.0.1:http'"),
-        ({"num_nodes": 2, "rdzv_endpoint": "head"}, "cannot meet at 'head'"),
-        ({"num_nodes": 2, "rdzv_id": ""}, "rdzv_id"),
-        ({"num_nodes": 2, "rdzv_conf": "timeout=3"}, "rdzv_conf"),
-        ({"num_nodes": 2, "rdzv_conf": {"timeout": 0}}, "timeout"),
-        ({"num_nodes": 2, "rdzv_backend": "c10d"}, "must be 'static'"),
-        ({"num_nodes": 2, "max_restarts": 1}, "max_restarts works on one node only"),
-    ],
-)
-def test_nodes_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PlanError, match=words):
-        nbtrain.notebook_launcher(lambda: 1, **options)
-
-
-def test_ranks_get_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
-    world = Placement(1, 3, 4, 8, "10.0.0.1", 29500, "job", "eth7")
-    plan = Plan(Call(print), "train")
-    job = Job(plan, RunFolder(tmp_path), 2, "cpu", 1, world=world)
-    told = rank_environment(job, 1, {})
-    expected = {
-        "RANK": "5",
-        "LOCAL_RANK": "1",
-        "GROUP_RANK": "1",
-        "WORLD_SIZE": "8",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_WORLD_SIZE": "3",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "job",
-        "GLOO_SOCKET_IFNAME": "eth7",
-        "NCCL_SOCKET_IFNAME": "=eth7",
-        "TORCH_DIST_INIT_BARRIER": "1",
-    }
-    assert expected.items() <= told.items()
-    mine = {"GLOO_SOCKET_IFNAME": "eth1"}
-    assert "NCCL_SOCKET_IFNAME" not in rank_environment(job, 1, mine)
-    assert (
-        rank_environment(job, 1, {"NCCL_SOCKET_IFNAME": "eth2"}).get("NCCL_SOCKET_IFNAME") is None
-    )
-    local = replace(job, world=replace(world, master_addr="127.0.0.1"))
-    assert "NCCL_SOCKET_IFNAME" not in rank_environment(local, 1, {})

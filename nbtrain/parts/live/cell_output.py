@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ...system.text import format_ranks, plural
-from ...tracking import events as ev
-from ...tracking.state import RankState, RunState
-from .. import limits, merged_log, run_texts
-from .html_display import Display, show
+from ...part_api import Display, RankState, RunState, format_ranks, plural, run_texts, show
+from ...part_api import events as ev
+from ...ui import limits, merged_log
 
 
 class CellOutput(Display):
