@@ -85,9 +85,8 @@ class Part:
     launch_side: str = ""
     """A subclass of `nbtrain.lifecycle.launch_sides.LaunchSide`."""
     rank_side: str = ""
-    """A subclass of `nbtrain.worker.rank_context.RankSide`."""
-    devices: frozenset[str] | None = None
-    """The kinds of device whose ranks use the `rank_side`; None: all."""
+    """A subclass of `nbtrain.worker.rank_context.RankSide`, for every rank. A `launch_side` can add
+    one for some ranks, by `complete_job`."""
     provides: Mapping[str, str] = field(default_factory=dict)
     """What other parts may load with `load_provided`."""
 
@@ -167,10 +166,9 @@ def engines_of_packages() -> dict[str, str]:
     return _merge(*added)
 
 
-def rank_sides(device: str) -> tuple[str, ...]:
-    """Return the references of what parts do in ranks on this type of device, such as "cpu"."""
-    sided = (each for each in parts().values() if each.rank_side)
-    return tuple(e.rank_side for e in sided if e.devices is None or device in e.devices)
+def rank_sides() -> tuple[str, ...]:
+    """Return the references of what parts do in every rank."""
+    return tuple(each.rank_side for each in parts().values() if each.rank_side)
 
 
 def require(part: str, what: str) -> None:

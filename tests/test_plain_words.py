@@ -31,7 +31,7 @@ CEILINGS = {
     "engines": Ceiling(1_585, 4.9, 0.0, 4),
     "hangs": Ceiling(1_725, 5.0, 1.4, 12),
     "lifecycle": Ceiling(2_000, 5.7, 1.3, 9),
-    "parts": Ceiling(7_110, 4.3, 0.8, 15),
+    "parts": Ceiling(7_400, 4.3, 0.8, 15),
     "planning": Ceiling(1_970, 5.6, 0.0, 3),
     "system": Ceiling(1_420, 5.9, 0.6, 6),
     "tracking": Ceiling(2_640, 5.0, 0.9, 28),

@@ -531,10 +531,12 @@ def make_job(
         device=device,
         threads=host.threads_per_rank(world_size),
         in_kernel=engine.runs_in_kernel,
-        rank_sides=() if engine.runs_in_kernel else part.rank_sides(device),
+        rank_sides=() if engine.runs_in_kernel else part.rank_sides(),
         in_notebook=getattr(ipython_shell(), "kernel", None) is not None,
         shared_classes=result_pickler.notebook_classes(),
     )
+    for side in launch_sides():
+        job = side.complete_job(job, engine)
     launch_log.keep_in(job.folder.launcher_log)
     LOGGER.info(
         "nbtrain %s, Python %s, torch %s, %s, process %d",

@@ -4,6 +4,5 @@ from ...part_api import Part
 
 PART = Part(
     engines={"xla": "tpu.torch_xla:XlaEngine", "torch_tpu": "tpu.torch_tpu:TorchTpuEngine"},
-    rank_side="tpu.rank_side:XlaRank",
-    devices=frozenset({"xla"}),
+    launch_side="tpu.launch_side:TpuLaunch",
 )
