@@ -82,6 +82,10 @@ class Part:
     shell_commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands of ``nbtrain`` on the command line."""
     engines: Mapping[str, str] = field(default_factory=dict)
+    """Subclasses of `nbtrain.engines.Engine`, or functions that return an engine, by name."""
+    default_engine: str = ""
+    """A function of the environment that returns the engine of this part that ``-e auto`` uses on
+    this host, or ''."""
     launch_side: str = ""
     """A subclass of `nbtrain.lifecycle.launch_sides.LaunchSide`."""
     rank_side: str = ""
@@ -158,6 +162,12 @@ def engines() -> dict[str, str]:
     """Return the references of the parts' engines, by name."""
     references = _merge(*(each.engines for each in parts().values()))
     return {name: _full(reference) for name, reference in references.items()}
+
+
+def default_engine(env: Mapping[str, str]) -> str:
+    """Return the engine of a part that ``-e auto`` uses on this host; '' for one of the core."""
+    chosen = (load(each.default_engine)(env) for each in parts().values() if each.default_engine)
+    return next(filter(None, chosen), "")
 
 
 def engines_of_packages() -> dict[str, str]:

@@ -17,7 +17,6 @@ from ..findings import Finding
 from ..planning.option_types import engine_plugins
 from ..planning.plan import Plan
 from ..system import accelerator_guard, gpus
-from ..system import tpu as host_tpu
 from ..tracking.launch_log import LOGGER
 from .base import Action, Engine, Exit, Ranks
 
@@ -31,7 +30,7 @@ ENGINE_CLASSES = {
 """The module and class of each engine of the core.
 
 `nbtrain.planning.option_types.ENGINES` lists the values of ``--engine``: these engines, those of
-parts, and 'auto' and 'tpu', which `choose` resolves.
+parts, and 'auto', which `choose` resolves.
 """
 
 
@@ -50,44 +49,37 @@ def get(name: str) -> Engine:
 
 
 def choose(plan: Plan) -> Engine:
-    """Return a new engine for a plan; for 'auto' and 'tpu', the one that fits this host.
+    """Return a new engine for a plan; for 'auto', the one that fits this host.
 
-    The engine's `notes` explain why 'auto' trains in the kernel. Raises `PlanError` if no library
-    for a TPU is installed, if a plan for several nodes names another engine than 'fork' or this
-    host trains on a TPU, and if the engine cannot be imported.
+    The engine's `notes` explain why 'auto' trains in the kernel. Raises `PlanError` if a plan for
+    several nodes has another engine than 'fork', and if the engine cannot be had.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
-    if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
-        import torch
-
-        name = host_tpu.engine(str(torch.__version__)) or name
-    if name == "auto":  # the libraries of macOS abort forked processes
+    if name == "auto":
+        name = part.default_engine(env)
+    if not name:  # the libraries of macOS abort forked processes
         name = "spawn" if sys.platform == "darwin" and plan.nodes is None else "fork"
     notes: list[Finding] = []
     if plan.engine == "auto" and name == "fork" and (found := _explain_inline(plan, env)):
         name, notes = "inline", [found]
-    LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
     if plan.nodes is not None:
         if name != "fork":
             raise PlanError(
-                "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
+                f"several nodes (num_nodes) cannot use the {name} engine: use num_nodes=1"
             )
         name = "nodes"
-    if name == "tpu":
-        raise PlanError(
-            f"a TPU needs torch_xla or torch_tpu: {host_tpu.XLA_INSTALL}, or {host_tpu.INSTALL}"
-        )
     engine = get(name)
+    LOGGER.info("the %s engine, since %s was asked for", engine.name, plan.engine)
     engine.notes = notes
     return engine
 
 
 def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
-    """Return the note for a choice of the inline engine by 'auto'; None for another engine.
+    """Return the note if 'auto' should choose the inline engine, or None.
 
     There is a note if the only rank uses a GPU that the kernel has initialised: a forked rank could
-    not use it. None for a plan that needs a process of its own (a timeout, restarts, the
-    background, ``--debug``) or chooses its GPUs by a variable.
+    not use it. Not for a plan that needs a process of its own (a timeout, restarts, the background,
+    ``--debug``) or chooses its GPUs by a variable.
     """
     needs_process = any(
         (plan.timeout, plan.max_restarts, plan.is_background, plan.scaling, plan.nodes, plan.debug)

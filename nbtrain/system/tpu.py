@@ -43,9 +43,6 @@ INSTALL = "pip install torch_tpu (with torch 2.11 or newer)"
 XLA_INSTALL = "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
 """2.9 is the last version of torch_xla, and each version needs the torch of the same number."""
 
-_LAST_OF_XLA = (2, 9)
-"""The last torch that torch_xla supports; torch_tpu needs a newer one."""
-
 
 @dataclass(frozen=True)
 class Tpu:
@@ -163,17 +160,6 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # a fake module without a spec
         return False
-
-
-def engine(torch_version: str) -> str:
-    """Return the engine of the installed library: 'xla' (torch_xla), 'torch_tpu', or ''.
-
-    If both are installed, the version of torch decides which of them works.
-    """
-    numbers = tuple(int(n) for n in re.findall(r"\d+", torch_version)[:2])
-    installed = {"xla": has_torch_xla(), "torch_tpu": has_torch_tpu()}
-    first = ("xla", "torch_tpu") if numbers <= _LAST_OF_XLA else ("torch_tpu", "xla")
-    return next((name for name in first if installed[name]), "")
 
 
 def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: str = "xla") -> int:

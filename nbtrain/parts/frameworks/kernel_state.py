@@ -54,7 +54,7 @@ def choose_engine(plan: Plan, engine: Engine) -> Engine:
     look = partial(used_by, plan.task, in_use)
     names = sorted(in_use if plan.is_live else attempt("the look at frameworks", look, ()))
     may_choose = plan.engine == "auto" and plan.nodes is None
-    if not names or engine.tpu_device or (plan.is_live and not may_choose):
+    if not names or engine.device or (plan.is_live and not may_choose):
         return engine
     state = " and ".join(map(describe, names))
     if may_choose:

@@ -3,6 +3,11 @@
 from ...part_api import Part
 
 PART = Part(
-    engines={"xla": "tpu.torch_xla:XlaEngine", "torch_tpu": "tpu.torch_tpu:TorchTpuEngine"},
+    engines={
+        "tpu": "tpu.engine_choice:installed_engine",
+        "xla": "tpu.torch_xla:XlaEngine",
+        "torch_tpu": "tpu.torch_tpu:TorchTpuEngine",
+    },
+    default_engine="tpu.engine_choice:default_engine",
     launch_side="tpu.launch_side:TpuLaunch",
 )

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ...part_api import Engine, Job, LaunchSide
+from ...part_api import Engine, Job, LaunchSide, Plan, PlanError
 from ...system import tpu
 from .other_ranks import SWITCH
 
 
 class TpuLaunch(LaunchSide):
     """Adds the part's side to ranks that use torch_xla, and to those that must not."""
+
+    def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
+        """Return `engine`. Raises `PlanError` for an option that has no effect with it."""
+        if plan.downcast_bf16 and engine.name != "xla":
+            raise PlanError(
+                "downcast_bf16 is for a TPU with torch_xla; leave it out with this engine"
+            )
+        return engine
 
     def complete_job(self, job: Job, engine: Engine) -> Job:
         """Return the job with the side that its ranks need, and with torch_xla off elsewhere.

@@ -17,6 +17,7 @@ from dataclasses import replace
 from ...lifecycle.limits import START_TIMEOUT_S
 from ...part_api import Job, LaunchError, MissingExtra, Plan, Ranks, SpawnEngine
 from ...system.tpu import has_torch_tpu
+from .engine_choice import count_ranks
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 
@@ -37,8 +38,13 @@ class TorchTpuEngine(SpawnEngine):
     """Starts one interpreter per chip, each with torch_tpu's own launch environment."""
 
     name = "torch_tpu"
-    tpu_device = "tpu"
+    device = "tpu"
     _launch_env: dict[str, str] | None = None
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Return the plan with at most one rank per chip, and torch's name of the device."""
+        self.check_options(plan)
+        return self.with_ranks(plan, count_ranks(plan, self.name)), self.device
 
     def prepare(self, plan: Plan) -> None:
         """Pack what the ranks will need, and get the first attempt's environment from torch_tpu.

@@ -39,6 +39,7 @@ from ...part_api import events as ev
 from ...system import tpu
 from ...worker import task_runner
 from . import xla
+from .engine_choice import count_ranks
 
 MIN_STAGGERED_MODEL_BYTES = 64 << 20
 """Ranks move a larger model to their devices one after the other."""
@@ -48,8 +49,12 @@ class XlaEngine(ForkEngine):
     """Forks one process per chip; each joins the others on the TPU before it runs the task."""
 
     name = "xla"
-    tpu_device = "xla"
-    can_downcast = True
+    device = "xla"
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Return the plan with one rank, or one per chip, and torch's name of the device."""
+        self.check_options(plan)
+        return self.with_ranks(plan, count_ranks(plan, self.name)), self.device
 
     def prepare(self, plan: Plan) -> None:
         """Import torch_xla, once for all ranks.

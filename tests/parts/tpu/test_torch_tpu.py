@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     import torch  # noqa: F401
 
 from nbtrain.errors import LaunchError, MissingExtra, PlanError
+from nbtrain.parts.tpu import engine_choice
 from nbtrain.parts.tpu.torch_tpu import ADDRESSES, TOPOLOGY, launch_environment
 from nbtrain.system import accelerator_guard, tpu
 
@@ -50,12 +51,12 @@ def test_a_tpu_is_driven_by_what_is_installed_and_fits_torch(
 ) -> None:
     monkeypatch.setattr(tpu, "has_torch_xla", lambda: "torch_xla" in installed)
     monkeypatch.setattr(tpu, "has_torch_tpu", lambda: "torch_tpu" in installed)
-    assert tpu.engine(version) == engine
+    assert engine_choice.engine_for(version) == engine
 
 
 @pytest.mark.usefixtures("a_tpu")
 def test_without_either_a_tpu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu, "engine", lambda _version: "")
+    monkeypatch.setattr(engine_choice, "engine_for", lambda _version: "")
     with pytest.raises(
         PlanError, match=r"a TPU needs torch_xla or torch_tpu: .*torch_xla.*torch_tpu"
     ):
