@@ -9,5 +9,6 @@ PART = Part(
         "torch_tpu": "tpu.torch_tpu:TorchTpuEngine",
     },
     default_engine="tpu.engine_choice:default_engine",
+    provides={"accelerate_config": "tpu.accelerate_config:TpuConfig"},
     launch_side="tpu.launch_side:TpuLaunch",
 )
