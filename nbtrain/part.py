@@ -70,6 +70,16 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Device:
+    """A kind of device that a part's engines use, other than GPUs and CPUs."""
+
+    label: str
+    """Its name in texts."""
+    segfaults_without_memory: bool = False
+    """Whether a host without memory ends its ranks by SIGSEGV, not only by SIGKILL."""
+
+
+@dataclass(frozen=True)
 class Part:
     """What a part adds, by names.
 
@@ -86,6 +96,8 @@ class Part:
     default_engine: str = ""
     """A function of the environment that returns the engine of this part that ``-e auto`` uses on
     this host, or ''."""
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    """The kinds of device that its engines use, by torch's name."""
     launch_side: str = ""
     """A subclass of `nbtrain.lifecycle.launch_sides.LaunchSide`."""
     rank_side: str = ""
@@ -174,6 +186,11 @@ def engines_of_packages() -> dict[str, str]:
     """Return the references of engines that parts of other packages add, by name."""
     added = (each.engines for name, each in parts().items() if name not in TABLE)
     return _merge(*added)
+
+
+def devices() -> dict[str, Device]:
+    """Return the parts' kinds of device by torch's name; GPUs and CPUs are the core's."""
+    return _merge(*(each.devices for each in parts().values()))
 
 
 def rank_sides() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 These names keep their meaning from one minor version to the next, as those of `nbtrain` do; all
 others may change with any version. Each is imported at its first use, because a rank needs few.
 
-- What a part is: `Part`, `Command`, `Typed`, `PASS`. See `nbtrain.part`.
+- What a part is: `Part`, `Command`, `Device`, `Typed`, `PASS`. See `nbtrain.part`.
 - A launch: `Plan`, whose `Task` is a `Call` or a `Cell`; the `Job` that is made of it; a `Finding`
   to show; `PlanError`, `LaunchError` and `MissingExtra` to raise.
 - In the notebook: a `LaunchSide` acts before and after a launch, a `Companion` while it runs.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .findings import Finding
     from .lifecycle.launch_sides import Companion, LaunchSide
     from .lifecycle.run import Run
-    from .part import PASS, Command, Part, Typed
+    from .part import PASS, Command, Device, Part, Typed
     from .planning.cell import name_with_lookalikes
     from .planning.option_parser import check_parsed, parser, plan_fields, split_line
     from .planning.plan import Call, Cell, Plan, Task
@@ -65,7 +65,7 @@ _NAMES = {
     "findings": "Finding",
     "lifecycle.launch_sides": "Companion LaunchSide",
     "lifecycle.run": "Run",
-    "part": "Command PASS Part Typed",
+    "part": "Command Device PASS Part Typed",
     "planning.cell": "name_with_lookalikes",
     "planning.option_parser": "check_parsed parser plan_fields split_line",
     "planning.plan": "Call Cell Plan Task",
@@ -103,6 +103,7 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "Channel",
     "Command",
     "Companion",
+    "Device",
     "Engine",
     "EventWriter",
     "Exit",

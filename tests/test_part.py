@@ -123,6 +123,7 @@ def test_every_reference_of_a_part_can_be_imported() -> None:
             *(command.arguments for command in each.shell_commands.values()),
             *each.engines.values(),
             *each.provides.values(),
+            each.default_engine,
             each.launch_side,
             each.rank_side,
         ]

@@ -88,7 +88,7 @@ def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)
     if plan.num_processes not in (None, 1) or needs_process or chooses or not plan.sync:
         return None
-    names = accelerator_guard.initialized_accelerators() & {"CUDA", "ROCm", "XPU"}
+    names = accelerator_guard.initialized_accelerators() & accelerator_guard.GPUS
     if not names or not (count := gpus.gpu_count(env)) or (plan.num_processes or count) != 1:
         return None
     name = min(names)

@@ -69,6 +69,10 @@ class LaunchSide:
         """Return findings about a resolved plan, also those that refuse it."""
         return ()
 
+    def describe_host(self) -> str:
+        """Return which devices of this part the host seems to have, for the doctor, or ""."""
+        return ""
+
     def complete_job(self, job: Job, engine: Engine) -> Job:
         """Return a run's job with what its ranks need of this part, by default `job`.
 

@@ -445,8 +445,8 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
 def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     """Return a finding if another run of this kernel has not ended: they share the host.
 
-    Raises `PreflightError` instead if both use the TPU, or GPUs without a selection by
-    `--env CUDA_VISIBLE_DEVICES`. Does not check which GPUs the other run uses.
+    Raises `PreflightError` instead if both use accelerators of one kind, except for GPUs that
+    `--env CUDA_VISIBLE_DEVICES` selects. Does not check which GPUs the other run uses.
     """
     others = background_runs()
     if not others:
@@ -459,9 +459,9 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     has_own_gpus = device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env
     if device == "cpu" or has_own_gpus or not on_device:
         return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
-    devices, share = "TPU", "."
-    if device == "cuda":
-        devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
+    devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
+    if device in part.devices():
+        devices, share = part.devices()[device].label, "."
     if last.state.is_live:
         raise PreflightError(f"{other}, on the same {devices}. %nbtrain stop ends them{share}")
     raise PreflightError(

@@ -26,7 +26,7 @@ class TpuConfig:
     def complete(self, plan: Plan, filled: Plan) -> tuple[Plan, list[Finding]]:
         """Return `filled` on the TPU, in the file's precision.
 
-        If the user's plan has another engine, it stays, and a finding says so.
+        If the user's plan has another engine, it stays, with a finding.
         """
         if plan.engine not in ("auto", *PART.engines):
             asked = f"nbtrain uses {plan.engine}, as you asked, instead of the TPU of {self._name}"

@@ -49,7 +49,7 @@ class XlaRank(RankSide):
 
 
 def set_variables(plan: Plan) -> None:
-    """Set the variables by which torch_xla computes on a TPU, in the plan's precision.
+    """Set the variables that make torch_xla compute on a TPU, in the plan's precision.
 
     Accelerate sets those of the precision when an Accelerator is made. But torch_xla reads them
     once, at the first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a

@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from ...lifecycle.limits import START_TIMEOUT_S
 from ...part_api import Job, LaunchError, MissingExtra, Plan, Ranks, SpawnEngine
-from ...system.tpu import has_torch_tpu
-from .engine_choice import count_ranks
+from .chips import count_ranks, is_installed
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 
@@ -52,7 +51,7 @@ class TorchTpuEngine(SpawnEngine):
         Raises `MissingExtra` without torch_tpu, `PlanError` for what cannot be sent, and
         `LaunchError` if torch_tpu refuses or does not answer within 120 s.
         """
-        if not has_torch_tpu():
+        if not is_installed("torch_tpu"):
             raise MissingExtra(
                 "the torch_tpu engine needs torch_tpu, which is not installed: "
                 "pip install torch_tpu"
