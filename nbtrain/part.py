@@ -72,6 +72,16 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Device:
+    """A kind of device that a part's engines use, other than GPUs and CPUs."""
+
+    label: str
+    """Its name in texts."""
+    segfaults_without_memory: bool = False
+    """Whether a host without memory ends its ranks by SIGSEGV, not only by SIGKILL."""
+
+
+@dataclass(frozen=True)
 class Part:
     """What a part adds, by names.
 
@@ -86,12 +96,17 @@ class Part:
     shell_commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands of ``nbtrain`` on the command line."""
     engines: Mapping[str, str] = field(default_factory=dict)
+    """Subclasses of `nbtrain.engines.Engine`, or functions that return an engine, by name."""
+    default_engine: str = ""
+    """A function of the environment that returns the engine of this part that ``-e auto`` uses on
+    this host, or ''."""
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    """The kinds of device that its engines use, by torch's name."""
     launch_side: str = ""
     """A subclass of `nbtrain.lifecycle.launch_sides.LaunchSide`."""
     rank_side: str = ""
-    """A subclass of `nbtrain.worker.rank_context.RankSide`."""
-    devices: frozenset[str] | None = None
-    """The kinds of device whose ranks use the `rank_side`; None: all."""
+    """A subclass of `nbtrain.worker.rank_context.RankSide`, for every rank. A `launch_side` can add
+    one for some ranks, by `complete_job`."""
     provides: Mapping[str, str] = field(default_factory=dict)
     """What others may load with `load_provided`."""
     switch: str = ""
@@ -176,16 +191,26 @@ def engines() -> dict[str, str]:
     return {name: _full(reference) for name, reference in references.items()}
 
 
+def default_engine(env: Mapping[str, str]) -> str:
+    """Return the engine of a part that ``-e auto`` uses on this host; '' for one of the core."""
+    chosen = (load(each.default_engine)(env) for each in parts().values() if each.default_engine)
+    return next(filter(None, chosen), "")
+
+
 def engines_of_packages() -> dict[str, str]:
     """Return the references of engines that parts of other packages add, by name."""
     added = (each.engines for name, each in parts().items() if name not in TABLE)
     return _merge(*added)
 
 
-def rank_sides(device: str) -> tuple[str, ...]:
-    """Return the references of what parts do in ranks on this type of device, such as "cpu"."""
-    sided = (each for each in parts().values() if each.rank_side)
-    return tuple(e.rank_side for e in sided if e.devices is None or device in e.devices)
+def devices() -> dict[str, Device]:
+    """Return the parts' kinds of device by torch's name; GPUs and CPUs are the core's."""
+    return _merge(*(each.devices for each in parts().values()))
+
+
+def rank_sides() -> tuple[str, ...]:
+    """Return the references of what parts do in every rank."""
+    return tuple(each.rank_side for each in parts().values() if each.rank_side)
 
 
 def require(part: str, what: str) -> None:

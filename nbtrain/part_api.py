@@ -3,7 +3,7 @@
 These names keep their meaning from one minor version to the next, as those of `nbtrain` do; all
 others may change with any version. Each is imported at its first use, because a rank needs few.
 
-- What a part is: `Part`, `Command`, `Typed`, `PASS`. See `nbtrain.part`.
+- What a part is: `Part`, `Command`, `Device`, `Typed`, `PASS`. See `nbtrain.part`.
 - A launch: `Plan`, whose `Task` is a `Call` or a `Cell`; the `Job` that is made of it; a `Finding`
   to show; `PlanError`, `LaunchError` and `MissingExtra` to raise. `run_plan` launches a plan.
 - In the notebook: a `LaunchSide` acts before and after a launch, a `Companion` while it runs. A
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .lifecycle.launcher import run_plan
     from .lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
     from .lifecycle.run import Run, last_run, set_last_run
-    from .part import PASS, Command, Part, Typed, load, load_provided
+    from .part import PASS, Command, Device, Part, Typed, load, load_provided
     from .planning import task_values
     from .planning.cell import name_with_lookalikes
     from .planning.option_parser import check_parsed, parser, plan_fields, split_line
@@ -86,7 +86,7 @@ _NAMES = {
     "lifecycle.launcher": "run_plan",
     "lifecycle.limits": "FAILURE_REPORT_TIMEOUT_S START_TIMEOUT_S UNKILLABLE_AFTER_S",
     "lifecycle.run": "Run last_run set_last_run",
-    "part": "PASS Command Part Typed load load_provided",
+    "part": "Command Device PASS Part Typed load load_provided",
     "planning": "task_values",
     "planning.cell": "name_with_lookalikes",
     "planning.option_parser": "check_parsed parser plan_fields split_line",
@@ -127,13 +127,13 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "CONNECT_TIMEOUT_S", "FAILURE_REPORT_TIMEOUT_S", "IDLE", "MAX_TEXT_CHARS", "OPTIONS", "PASS",
     "POLL_INTERVAL_S", "RIGHT", "SIGNALS", "START_TIMEOUT_S", "UNKILLABLE_AFTER_S",
     "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace", "Channel", "Command",
-    "Companion", "Display", "Engine", "EventWriter", "Exit", "FileCopies", "Finding", "ForkEngine",
-    "Job", "LaunchError", "LaunchSide", "Listener", "MissingExtra", "NbtrainError", "Observer",
-    "Part", "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide", "RankState",
-    "Ranks", "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed", "all_events",
-    "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events", "failing_plan",
-    "file_size", "fill_memory_file", "fork_process", "format_bytes", "format_duration",
-    "format_ranks", "hooks", "host", "html_table", "is_loopback", "is_metric",
+    "Companion", "Device", "Display", "Engine", "EventWriter", "Exit", "FileCopies", "Finding",
+    "ForkEngine", "Job", "LaunchError", "LaunchSide", "Listener", "MissingExtra", "NbtrainError",
+    "Observer", "Part", "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide",
+    "RankState", "Ranks", "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed",
+    "all_events", "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events",
+    "failing_plan", "file_size", "fill_memory_file", "fork_process", "format_bytes",
+    "format_duration", "format_ranks", "hooks", "host", "html_table", "is_loopback", "is_metric",
     "is_secondary_failure", "kernel_detach", "last_run", "load", "load_provided", "log_values",
     "mask_source", "name_with_lookalikes", "new_events", "own_address", "parser", "patch",
     "payload", "plan_fields", "plural", "prompt", "rank_context", "read_appended", "ready_to_fork",

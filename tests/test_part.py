@@ -74,6 +74,7 @@ def test_without_a_part_everything_else_works(names: tuple[str, ...], tmp_path: 
 
 def test_what_a_missing_part_did_is_one_clear_error(tmp_path: Path) -> None:
     folder = copy_package(part.TABLE, tmp_path / "copy")
+    (folder / "tpu.yaml").write_text("distributed_type: XLA\nnum_processes: 8\n")
     script = """
 import nbtrain
 from IPython.testing.globalipapp import start_ipython
@@ -89,6 +90,8 @@ words(launch, debug=True)
 words(launch, track='tensorboard')
 words(launch, engine='ray')
 words(launch, address='auto')
+words(launch, engine='tpu')
+words(launch, config='tpu.yaml')
 words(shell.run_line_magic, 'nbtrain', 'start -n 2')
 words(shell.run_cell_magic, 'distributed', '--ranks 0', '1')
 words(shell.run_cell_magic, 'distributed', '--save x.py', '1')
@@ -100,6 +103,8 @@ words(lambda: nbtrain.memory_needed)
         ("PlanError", "part `forwarding`"),
         ("PlanError", "engine 'ray'"),
         ("PlanError", "part `ray`"),
+        ("PlanError", "engine 'tpu'"),
+        ("PlanError", "part `tpu`"),
         ("PlanError", "command 'start -n 2'"),
         ("PlanError", "part `live`"),
         ("PlanError", "part `export`"),
@@ -119,6 +124,7 @@ def test_every_reference_of_a_part_can_be_imported() -> None:
             *(command.arguments for command in each.shell_commands.values()),
             *each.engines.values(),
             *each.provides.values(),
+            each.default_engine,
             each.launch_side,
             each.rank_side,
         ]
@@ -129,7 +135,7 @@ def test_every_reference_of_a_part_can_be_imported() -> None:
 
 def test_an_option_of_a_part_names_one() -> None:
     named = {option.part for option in option_parser._BY_FIELD.values() if option.part}
-    assert named == {"debugger", "export", "forwarding", "live", "ray"} <= {*part.TABLE}
+    assert named == {"debugger", "export", "forwarding", "live", "ray", "tpu"} <= {*part.TABLE}
 
 
 def test_the_core_names_no_part() -> None:

@@ -25,19 +25,19 @@ class Ceiling(NamedTuple):
 
 
 CEILINGS = {
-    "(root)": Ceiling(360, 3.4, 0.0, 0),
-    "checks": Ceiling(1_790, 4.9, 0.0, 5),
-    "commands": Ceiling(1_060, 2.4, 1.3, 3),
-    "engines": Ceiling(1_580, 4.9, 0.0, 4),
-    "hangs": Ceiling(1_725, 5.0, 1.4, 12),
-    "lifecycle": Ceiling(1_985, 5.7, 1.3, 9),
-    "parts": Ceiling(7_330, 4.3, 0.8, 15),
-    "planning": Ceiling(1_895, 5.6, 0.0, 3),
-    "system": Ceiling(1_420, 5.9, 0.6, 6),
+    "(root)": Ceiling(366, 2.5, 0.0, 0),
+    "checks": Ceiling(1_730, 4.1, 0.0, 5),
+    "commands": Ceiling(1_070, 2.4, 1.3, 3),
+    "engines": Ceiling(1_565, 4.8, 0.0, 4),
+    "hangs": Ceiling(1_724, 5.0, 1.4, 12),
+    "lifecycle": Ceiling(1_986, 5.7, 1.3, 9),
+    "parts": Ceiling(7_620, 4.2, 0.8, 15),
+    "planning": Ceiling(1_885, 5.5, 0.0, 3),
+    "system": Ceiling(1_291, 5.4, 0.6, 5),
     "tracking": Ceiling(2_640, 5.0, 0.9, 28),
     "transport": Ceiling(2_545, 2.1, 0.0, 5),
     "ui": Ceiling(3_525, 4.2, 0.9, 6),
-    "worker": Ceiling(3_690, 4.1, 0.0, 14),
+    "worker": Ceiling(3_693, 3.9, 0.0, 14),
 }
 
 

@@ -147,6 +147,7 @@ TESTED_TOGETHER = {
     "parts/ray/*": "parts/ray/cluster/test_engine.py",  # a real Ray
     "parts/scaling/*": "parts/scaling/test_scaling.py",
     "parts/tpu/rank_side": "parts/tpu/test_xla_telemetry.py",
+    "parts/tpu/other_ranks": "parts/tpu/test_without_a_tpu.py",
     "parts/tpu/compilation": "parts/tpu/test_xla_telemetry.py",
     "planning/limits": "planning/test_task_values.py",
     "planning/[fop]*": "planning/test_option_types.py",

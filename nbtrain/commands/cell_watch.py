@@ -214,9 +214,9 @@ class CellWatch:
         """
         for init in inits if self.mode != "off" else ():
             remedy = f"Restart the kernel and use {init.name} only inside the training function"
-            on_tpu = init.name in accelerator_guard.OF_ONE_PROCESS
-            users = "ranks" if on_tpu else "forked ranks"
-            remedy += "." if on_tpu else ", or launch with --engine spawn."
+            is_gpu = init.name in accelerator_guard.GPUS
+            users = "forked ranks" if is_gpu else "ranks"
+            remedy += ", or launch with --engine spawn." if is_gpu else "."
             print(
                 f"nbtrain: {init.place} initialised {init.name}, so {users} cannot use "
                 f"{init.name}. {remedy}"
@@ -317,6 +317,6 @@ def accelerator_status_text() -> str:
         lines += [f"    {call}" for call in init.calls]
     names = " or ".join(sorted(now))
     users, remedy = "Forked ranks", "Restart the kernel, or launch with --engine spawn."
-    if now & accelerator_guard.OF_ONE_PROCESS:
+    if now - accelerator_guard.GPUS:
         users, remedy = "Ranks", "Restart the kernel."
     return "\n".join([*lines, f"{users} cannot use {names}. {remedy}"])

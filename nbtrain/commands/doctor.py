@@ -20,8 +20,9 @@ from ..checks import preflight
 from ..errors import PlanError
 from ..findings import Finding
 from ..lifecycle import imports_ahead
+from ..lifecycle.launch_sides import launch_sides
 from ..planning import plan
-from ..system import accelerator_guard, gpus, host, instrumentation, processes, tpu
+from ..system import accelerator_guard, gpus, host, instrumentation, processes
 from ..system.gpus import Gpu, TorchBuild
 from ..system.text import format_bytes, format_bytes_of, plural
 from ..tracking import launch_log, run_folder
@@ -71,7 +72,7 @@ class Examination:
     """The number of ranks of ``-n auto``."""
 
     device: str
-    """Their device: cpu, cuda or xla."""
+    """Their device: cpu, cuda or one of `part.devices`."""
 
     findings: Mapping[str, Sequence[Finding]]
     """The findings about the launch, by engine."""
@@ -98,11 +99,9 @@ def examine() -> Examination:
     torch, trouble = _import_torch()
     build = gpus.build_of(torch) if torch is not None else None
     visible = gpus.gpu_count() if build is not None else 0
-    signs = tpu.signs()
-    others = [f"TPU ({signs})" if signs else "", gpus.unused_accelerator(build) if build else ""]
-    on_tpu = tpu.find() if tpu.is_wanted(os.environ) and tpu.has_torch_xla() else None
-    ranks = on_tpu.chips if on_tpu is not None else visible or gpus.DEFAULT_CPU_RANKS
-    device = "xla" if on_tpu else "cuda" if visible else "cpu"
+    others = [side.describe_host() for side in launch_sides()]
+    others.append(gpus.unused_accelerator(build) if build else "")
+    ranks, device, findings = _look_at_launches(build, visible)
     return Examination(
         build,
         trouble,
@@ -111,28 +110,42 @@ def examine() -> Examination:
         tuple(filter(None, others)),
         ranks,
         device,
-        _findings(ranks, device),
+        findings,
         run_folder.trouble(),
     )
 
 
-def _findings(ranks: int, device: str) -> dict[str, list[Finding]]:
-    """Return what a launch would find now, by engine; an engine that is switched off refuses."""
-    findings = {}
-    for name in ("xla",) if device == "xla" else ("fork", "spawn"):
+def _look_at_launches(
+    build: TorchBuild | None, visible: int
+) -> tuple[int, str, dict[str, list[Finding]]]:
+    """Return the ranks and the device of ``-n auto``, and what a launch would find, by engine.
+
+    `visible` is the number of GPUs. An engine that is switched off, or cannot use this host,
+    refuses.
+    """
+    findings = dict[str, list[Finding]]()
+    ranks, device = visible or gpus.DEFAULT_CPU_RANKS, "cuda" if visible else "cpu"
+    of_part = part.default_engine(os.environ) if build else ""
+    for name in (of_part,) if of_part else ("fork", "spawn"):
         try:
-            asked = plan.Plan(plan.Call(print), "doctor", num_processes=ranks, engine=name)
-            findings[name] = preflight.findings(asked, device, engines.get(name))
-        except PlanError as error:  # switched off, or its part is not installed
+            asked = plan.Plan(plan.Call(print), "doctor", None if of_part else ranks, name)
+            engine = engines.get(name)
+            if of_part:
+                asked, device = engine.resolve(asked)
+                ranks = asked.num_processes or 1
+            findings[name] = preflight.findings(asked, device, engine)
+            for side in launch_sides():
+                findings[name] += side.findings(asked, device, engine)
+        except PlanError as error:
             findings[name] = [Finding("not-possible", f"{error}.", level="refuse")]
-    return findings
+    return ranks, device, findings
 
 
 def page(seen: Examination | None = None) -> str:
     """Return an examination, by default a new one, as a page of text."""
     seen = seen or examine()
-    gpu_name = "the GPU" + "s" * (seen.visible > 1)
-    devices = {"xla": "the TPU", "cuda": gpu_name, "cpu": "the CPU"}[seen.device]
+    devices = {"cuda": "GPU" + "s" * (seen.visible > 1), "cpu": "CPU"}
+    devices |= {name: device.label for name, device in part.devices().items()}
     lines = [
         f"nbtrain {_version()} · "
         f"Python {platform.python_version()} · {frontend(ipython_shell(), os.environ)}",
@@ -142,7 +155,8 @@ def page(seen: Examination | None = None) -> str:
         *section("This host", _host(seen.ranks)),
         *section("This process", [*_process(), *_imports()]),
         *section(
-            f"A launch now: {plural(seen.ranks, 'rank')} on {devices} (-n auto)", _launches(seen)
+            f"A launch now: {plural(seen.ranks, 'rank')} on the {devices[seen.device]} (-n auto)",
+            _launches(seen),
         ),
     ]
     return "\n".join(lines)

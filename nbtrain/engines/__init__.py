@@ -17,7 +17,6 @@ from ..findings import Finding
 from ..planning.option_types import engine_plugins
 from ..planning.plan import Plan
 from ..system import accelerator_guard, gpus
-from ..system import tpu as host_tpu
 from ..tracking.launch_log import LOGGER
 from .base import Action, Engine, Exit, Ranks
 
@@ -31,7 +30,7 @@ ENGINE_CLASSES = {
 """The module and class of each engine of the core.
 
 `nbtrain.planning.option_types.ENGINES` lists the values of ``--engine``: these engines, those of
-parts, and 'auto' and 'tpu', which `choose` resolves.
+parts, and 'auto', which `choose` resolves.
 """
 
 
@@ -50,27 +49,21 @@ def get(name: str) -> Engine:
 
 
 def choose(plan: Plan) -> Engine:
-    """Return a new engine for a plan; for 'auto' and 'tpu', the one that fits this host.
+    """Return a new engine for a plan; for 'auto', the one that fits this host.
 
-    The engine's `notes` explain why 'auto' trains in the kernel. Raises `PlanError` if no library
-    for a TPU is installed, and if the engine cannot be imported.
+    The engine's `notes` explain why 'auto' trains in the kernel. Raises `PlanError` if the engine
+    cannot be imported.
     """
     name, env = plan.engine, {**os.environ, **plan.env}
-    if name == "tpu" or (name == "auto" and host_tpu.find(env=env) and host_tpu.is_wanted(env)):
-        import torch
-
-        name = host_tpu.engine(str(torch.__version__)) or name
-    if name == "auto":  # the libraries of macOS abort forked processes
+    if name == "auto":
+        name = part.default_engine(env)
+    if not name:  # the libraries of macOS abort forked processes
         name = "spawn" if sys.platform == "darwin" else "fork"
     notes: list[Finding] = []
     if plan.engine == "auto" and name == "fork" and (found := _explain_inline(plan, env)):
         name, notes = "inline", [found]
-    LOGGER.info("the %s engine, since %s was asked for", name, plan.engine)
-    if name == "tpu":
-        raise PlanError(
-            f"a TPU needs torch_xla or torch_tpu: {host_tpu.XLA_INSTALL}, or {host_tpu.INSTALL}"
-        )
     engine = get(name)
+    LOGGER.info("the %s engine, since %s was asked for", engine.name, plan.engine)
     engine.notes = notes
     return engine
 
@@ -89,7 +82,7 @@ def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)
     if plan.num_processes not in (None, 1) or needs_process or chooses or not plan.sync:
         return None
-    names = accelerator_guard.initialized_accelerators() & {"CUDA", "ROCm", "XPU"}
+    names = accelerator_guard.initialized_accelerators() & accelerator_guard.GPUS
     if not names or not (count := gpus.gpu_count(env)) or (plan.num_processes or count) != 1:
         return None
     name = min(names)

@@ -13,7 +13,7 @@ from typing import Literal
 from ..errors import PlanError
 from ..findings import Finding
 from ..planning.plan import Plan
-from ..system import gpus, tpu
+from ..system import gpus
 from ..tracking.events import Event
 from ..transport.job import Job
 
@@ -103,23 +103,17 @@ class Engine(ABC):
     """Whether ranks of this engine can stay: they connect to the notebook, and wait for tasks."""
     checks_host = True
     """Whether the ranks use this host's devices and memory, so that preflight checks them."""
-    tpu_device = ""
-    """torch's device name of a TPU, or "" for an engine that uses GPUs or the CPU."""
+    device = ""
+    """torch's name of the device of all ranks; "" for GPUs or, without any, the CPU."""
     on_cluster = False
     """Whether ranks run on other hosts, without the user's terminal, and `address`, `spread`,
     `resources` and `wait_for_nodes` have an effect."""
-    can_downcast = False
-    """Whether `downcast_bf16` has an effect."""
 
     notes: Sequence[Finding] = ()
     """Notes for the user after `prepare`."""
 
     def check_options(self, plan: Plan) -> None:
         """Refuse options that have no effect on this engine. Raises `PlanError`."""
-        if plan.downcast_bf16 and not self.can_downcast:
-            raise PlanError(
-                "downcast_bf16 is for a TPU with torch_xla; leave it out with this engine"
-            )
         cluster_options = plan.address or plan.spread or plan.resources or plan.wait_for_nodes
         if cluster_options and not self.on_cluster:
             raise PlanError(
@@ -129,15 +123,12 @@ class Engine(ABC):
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Fill in the engine, the number of ranks and the precision; return plan and device type.
 
-        Without `num_processes`, there is one rank per GPU or TPU chip of this host. The device type
-        is "cuda", "cpu" or `tpu_device`. Raises `PlanError` if the engine cannot run the plan or
-        refuses one of its options. Nothing has been started then.
+        Without `num_processes`, there is one rank per GPU of this host, or per device of another
+        type. The device type is "cuda", "cpu" or `device`. Raises `PlanError` if the engine cannot
+        run the plan or refuses one of its options. Nothing has been started then.
         """
         self.check_options(plan)
         env = {**os.environ, **plan.env}
-        if self.tpu_device:
-            ranks = tpu.ranks(tpu.find(env=env), plan.num_processes, env, self.name)
-            return self.with_ranks(plan, ranks), self.tpu_device
         count = gpus.gpu_count(env)
         ranks = plan.num_processes or count or gpus.DEFAULT_CPU_RANKS
         return self.with_ranks(plan, ranks), "cuda" if count else "cpu"

@@ -18,7 +18,6 @@ from typing import Any
 from ..errors import LaunchError
 from ..planning.option_types import SOURCES
 from ..planning.plan import Task
-from ..system import tpu
 from ..system.lost_threads import find_lost_threads
 from ..transport.job import Job
 from ..transport.weights.tensors import odd_weights
@@ -70,7 +69,7 @@ class ForkEngine(Engine):
         odd_weights()
         if compiler := sys.modules.get("torch._dynamo.trace_rules"):
             guard.skip_in_compiler(compiler)
-        job = replace(job, lost=find_lost_threads(), has_torch_xla=tpu.has_torch_xla())
+        job = replace(job, lost=find_lost_threads())
         job, listener = self.bind_store_port(job)
         ranks = ChildRanks(job.scratch)
         state = random.getstate()

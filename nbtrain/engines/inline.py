@@ -37,7 +37,7 @@ class InlineEngine(Engine):
         """Refuse options that have no effect where the kernel is the only rank.
 
         Raises `PlanError` for restarts, the background, scaling, ``--no-sync`` and more than one
-        rank, and for options of a TPU or a Ray cluster.
+        rank, and for options of a Ray cluster.
         """
         super().check_options(plan)
         count = plan.num_processes

@@ -29,9 +29,6 @@ from .process import fork_server
 from .process.children import ChildRanks
 from .process.interpreter import interpreter_command
 
-_READ_AT_IMPORT = ("OMP_NUM_THREADS", "USE_TORCH_XLA")
-"""Variables that nbtrain sets for ranks and that libraries read when they are imported."""
-
 
 class SpawnEngine(Engine):
     """Starts one interpreter per rank from the calling thread, which must outlive them."""
@@ -97,7 +94,9 @@ def begin_server(job: Job, modules: Sequence[str]) -> fork_server.ForkServer | N
     """
     inherited = accelerator_guard.env_without_nvml_check(os.environ)
     own = rank_environment(job, job.world.begin if job.world else 0, inherited)
-    given = {n: v for n, v in own.items() if n in job.plan.env or n in _READ_AT_IMPORT}
+    # What libraries may read when they are imported.
+    read = {"OMP_NUM_THREADS", *job.environment, *job.plan.env}
+    given = {name: value for name, value in own.items() if name in read}
     return fork_server.begin({**inherited, **given}, modules)
 
 

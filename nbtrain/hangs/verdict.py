@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import part
 from ..checks.remedies import remedies, remedies_of_rank
 from ..findings import Finding
-from ..system import tpu
 from ..system.source_files import is_library, strip_launcher_frames
 from ..system.text import format_bytes, format_bytes_of, format_duration, format_ranks, shorten
 from ..tracking import events as ev
@@ -179,12 +179,14 @@ def _explain_rank_failure(
 def _advise(kind: str, rank: RankState, state: RunState) -> tuple[str, ...]:
     """Return the advice for a kind of failure; empty if there is no advice.
 
-    A host without memory kills ranks by SIGKILL, on a TPU host by SIGSEGV.
+    A host without memory kills ranks by SIGKILL, and those on some devices by SIGSEGV.
     """
     killed = rank.returncode == -signal.SIGKILL and not rank.error
     killed = killed and rank.cause_code != ev.NOT_MEMORY
     killed = killed or kind == "out of memory"
-    killed = killed or (kind == "segfault" and state.device in tpu.ENGINES.values())
+    device = part.devices().get(state.device)
+    may_lack_memory = device is not None and device.segfaults_without_memory
+    killed = killed or (kind == "segfault" and may_lack_memory)
     is_fresh = any(seen.code == FRESH_WORKER for seen in rank.evidence)
     return (
         *_ADVICE.get(FRESH_WORKER if is_fresh else kind, ()),

@@ -70,6 +70,17 @@ class LaunchSide:
         """Return findings about a resolved plan, also those that refuse it."""
         return ()
 
+    def describe_host(self) -> str:
+        """Return which devices of this part the host seems to have, for the doctor, or ""."""
+        return ""
+
+    def complete_job(self, job: Job, engine: Engine) -> Job:
+        """Return a run's job with what its ranks need of this part, by default `job`.
+
+        For example `Job.environment`, or a `RankSide` that only some ranks need.
+        """
+        return job
+
     def place(self, options: Namespace) -> CellPlace | None:
         """Return the place for a cell with these options; None: new ranks. Raises `PlanError`."""
         return None

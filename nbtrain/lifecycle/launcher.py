@@ -440,8 +440,8 @@ def _check(plan: Plan, device: str, engine: Engine) -> list[Finding]:
 def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     """Return a finding if another run of this kernel has not ended: they share the host.
 
-    Raises `PreflightError` instead if both use the TPU, or GPUs without a selection by
-    `--env CUDA_VISIBLE_DEVICES`. Does not check which GPUs the other run uses.
+    Raises `PreflightError` instead if both use accelerators of one kind, except for GPUs that
+    `--env CUDA_VISIBLE_DEVICES` selects. Does not check which GPUs the other run uses.
     """
     others = background_runs()
     if not others:
@@ -456,9 +456,9 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     has_own_gpus = device == "cuda" and "CUDA_VISIBLE_DEVICES" in plan.env
     if device == "cpu" or has_own_gpus or not on_device:
         return [Finding("run-in-background", f"{other}. The new run shares this host with it.")]
-    devices, share = "TPU", "."
-    if device == "cuda":
-        devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
+    devices, share = "GPUs", ", or give each run different ones: --env CUDA_VISIBLE_DEVICES=0,1"
+    if device in part.devices():
+        devices, share = part.devices()[device].label, "."
     raise PreflightError(f"{other}, on the same {devices}. {ends}{share}")
 
 
@@ -523,10 +523,12 @@ def make_job(
         device=device,
         threads=host.threads_per_rank(world_size),
         in_kernel=engine.runs_in_kernel,
-        rank_sides=() if engine.runs_in_kernel else part.rank_sides(device),
+        rank_sides=() if engine.runs_in_kernel else part.rank_sides(),
         in_notebook=getattr(ipython_shell(), "kernel", None) is not None,
         shared_classes=result_pickler.notebook_classes(),
     )
+    for side in launch_sides():
+        job = side.complete_job(job, engine)
     launch_log.keep_in(job.folder.launcher_log)
     LOGGER.info(
         "nbtrain %s, Python %s, torch %s, %s, process %d",

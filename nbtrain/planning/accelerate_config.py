@@ -13,25 +13,34 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import PlanError
 from ..findings import Finding
-from ..system import tpu
+from ..part import load_provided
 from .option_types import PRECISIONS
 from .plan import Plan
 
 _SET_BY_NBTRAIN = ("MASTER_", "OMP_NUM_THREADS", "KMP_", "PYTHONPATH", "ACCELERATE_USE_CPU")
 """The start of the variables that nbtrain sets: rendezvous, number of threads, device."""
 
-_YES = ("1", "true", "yes", "on", "y", "t")
-
 _UNSUPPORTED = {
     "num_machines": "several machines are not supported yet",
-    "tpu_use_cluster": "TPU pods are not supported",
-    "tpu_vm": "TPU pods are not supported",
     "mpirun_config": "nbtrain starts the ranks without mpirun",
 }
+
+
+class DeviceConfig(Protocol):
+    """What a part makes of a file for devices other than GPUs and CPUs."""
+
+    env: Mapping[str, str]
+    """Variables of the ranks beside those that ``accelerate launch`` sets."""
+
+    def complete(self, plan: Plan, filled: Plan) -> tuple[Plan, list[Finding]]:
+        """Return a plan with the settings for the device, and findings about ignored ones.
+
+        `filled` is `plan` with the other settings of the file.
+        """
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,7 @@ class Config:
     num_processes: int | None
     mixed_precision: str | None
     env: dict[str, str]
-    on_tpu: bool = False
-    downcast_bf16: bool = False
+    devices: DeviceConfig | None = None
 
 
 def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -75,14 +83,10 @@ def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
         mixed_precision=precision,
         env={**config.env, **plan.env},
     )
-    if not config.on_tpu:
+    if config.devices is None:
         return filled, findings
-    if plan.engine not in ("auto", "tpu", *tpu.ENGINES):
-        ignored = f"Engine: nbtrain uses {plan.engine}, as you asked, instead of the TPU of {name}."
-        return filled, [*findings, Finding("config-ignored", ignored)]
-    downcast = plan.downcast_bf16 or (config.downcast_bf16 and precision == "bf16")
-    engine = "tpu" if plan.engine == "auto" else plan.engine
-    return replace(filled, engine=engine, downcast_bf16=downcast), findings
+    completed, more = config.devices.complete(plan, filled)
+    return completed, [*findings, *more]
 
 
 def check_device(plan: Plan, device: str) -> list[Finding]:
@@ -122,7 +126,8 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
     try:
         with _preserve_logging():
             settings = files.load_config_from_file(str(file))
-            _check_supported(settings, file, num_processes)
+            devices = _device_config(file, settings)
+            _check_supported(settings, file, needs_number=not (num_processes or devices))
             env = _launch_environment(file, settings, num_processes)
     except PlanError:
         raise
@@ -142,28 +147,30 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
     if settings.use_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ""
     processes = None if settings.num_processes == -1 else settings.num_processes
-    on_tpu = _is_for_tpu(settings)
-    if on_tpu:
-        env |= dict(text.split("=", 1) for text in settings.tpu_env or () if "=" in text)
-    return Config(
-        file,
-        processes,
-        precision,
-        env,
-        on_tpu,
-        downcast_bf16=on_tpu and str(settings.downcast_bf16).lower() in _YES,
-    )
+    return Config(file, processes, precision, {**env, **(devices.env if devices else {})}, devices)
 
 
-def _check_supported(settings: Any, file: Path, num_processes: int | None) -> None:
+def _device_config(file: Path, settings: Any) -> DeviceConfig | None:
+    """Return what a part makes of the settings, if they are not for GPUs or CPUs.
+
+    Raises `PlanError` if the part is missing, or does not support the settings.
+    """
+    kind = getattr(settings, "distributed_type", "")
+    if str(getattr(kind, "value", kind)) != "XLA":
+        return None
+    made: DeviceConfig = load_provided("tpu", "accelerate_config", str(file))(file, settings)
+    return made
+
+
+def _check_supported(settings: Any, file: Path, *, needs_number: bool) -> None:
     """Raise `PlanError` for settings that nbtrain does not support, such as several machines.
 
-    A file that leaves the number of ranks open (-1) needs `num_processes`, or a TPU.
+    With `needs_number`, the file may not leave the number of ranks open (-1).
     """
     if not hasattr(settings, "num_processes"):
         raise PlanError(f"{file}: compute_environment: SageMaker jobs are not supported")
     count = settings.num_processes
-    if count == -1 and num_processes is None and not _is_for_tpu(settings):
+    if count == -1 and needs_number:
         raise PlanError(
             f"{file}: num_processes: -1 leaves the number open: add the number of ranks (-n 2)"
         )
@@ -174,10 +181,6 @@ def _check_supported(settings: Any, file: Path, num_processes: int | None) -> No
         alone = key == "num_machines" and value == 1
         if value and not alone and (not isinstance(value, dict) or any(value.values())):
             raise PlanError(f"{file}: {key}: {value!r}: {reason}")
-
-
-def _is_for_tpu(settings: Any) -> bool:
-    return str(getattr(settings.distributed_type, "value", settings.distributed_type)) == "XLA"
 
 
 def _launch_environment(file: Path, settings: Any, num_processes: int | None) -> dict[str, str]:

@@ -107,6 +107,7 @@ class Plan:
         "--downcast-bf16",
         "on a TPU with -p bf16: float becomes bf16, and double a 32-bit float",
         False,
+        part="tpu",
     )
     env: Mapping[str, str] = option(
         "--env",

@@ -22,10 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import tpu as host_tpu
-
-OF_ONE_PROCESS = frozenset({"XLA", "TPU"})
-"""Devices that only one process can use at a time, so that fresh ranks cannot use them either."""
+GPUS = frozenset({"CUDA", "ROCm", "XPU"})
+"""Accelerators that several processes can use at a time: fresh ranks can use what the kernel has
+initialised."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _count = ctypes.c_int()
@@ -82,13 +81,15 @@ def initialized_accelerators() -> frozenset[str]:
     """Return which accelerators are initialised in this process: CUDA, ROCm, XPU, XLA, TPU."""
     torch = sys.modules.get("torch")
     xpu = getattr(torch, "xpu", None)
+    # Private names; torch_xla's in 2.5 to 2.9. Its library is there once it is wholly imported.
+    xla = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
     tpu = sys.modules.get("torch_tpu._internal.device._device_ops_backend")
     has_rocm = bool(getattr(getattr(torch, "version", None), "hip", None))
     states = {
         "CUDA": cuda_is_initialized(),
         "ROCm": torch is not None and has_rocm and torch.cuda.is_initialized(),
         "XPU": xpu is not None and xpu.is_initialized(),
-        "XLA": host_tpu.is_initialized(),
+        "XLA": getattr(xla, "_xla_runtime_is_initialized", bool)(),
         "TPU": tpu is not None and tpu._is_initialized(),
     }
     return frozenset(name for name, is_initialized in states.items() if is_initialized)

@@ -42,8 +42,8 @@ class Job:
     lost: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What a fork does not copy: the names of the notebook's ``threads``, and the packages of those
     that ``libraries`` started."""
-    has_torch_xla: bool | None = None
-    """Whether torch_xla is installed. None: each rank finds out, which reads many folders."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the ranks, where neither the plan nor the host sets them."""
     rank_sides: tuple[str, ...] = ()
     """What parts do in the ranks: references to subclasses of `RankSide`. Empty in the kernel."""
     shared_classes: frozenset[type] = field(default_factory=frozenset)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
+from .. import part
 from ..checks.remedies import remedies, remedies_of_rank
 from ..hangs import verdict
-from ..system import tpu
 from ..system.text import (
     MAX_TIME_S,
     format_bytes,
@@ -247,8 +247,8 @@ def devices(state: RunState) -> str:
     On several nodes, the kind and the number of nodes; on one, the GPUs that ranks use, or all if
     that is unknown.
     """
-    if state.device in tpu.ENGINES.values():
-        return "TPU"
+    if other := part.devices().get(state.device):
+        return other.label
     if len(nodes(state)) > 1:
         return f"{state.device} on {len(nodes(state))} nodes"
     if state.device == "cpu" or state.host is None or not state.host.gpus:

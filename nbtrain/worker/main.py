@@ -44,7 +44,6 @@ from .rank_context import RankContext, sides_of
 from .rank_environment import (
     allow_fsdp_on_cpu,
     clear_prepared_marks,
-    disable_torch_xla,
     join_run_world,
     keep_process_groups,
     quiet_tokenizers,
@@ -68,8 +67,6 @@ def main(job: Job, rank: int, call: Callable[[Task], Any] | None = None) -> int:
     runs the task, instead of `run_task`.
     """
     os.environ.update(rank_environment(job, rank, os.environ))
-    if os.environ.get("USE_TORCH_XLA") == "0":
-        disable_torch_xla()
     _set_threads()
     if job.scratch:
         from multiprocessing import process
@@ -217,7 +214,7 @@ def _run_and_report(
         for side in sides_of(job):
             side.handle_failure(context, error)
         _report_failure(context, error)
-        if sender is not None and job.device != "xla":  # it would compile what never ran
+        if sender is not None and all(side.can_rescue for side in sides_of(job)):
             sender.rescue()
         return FAILED_EXIT_CODE, error
     finally:

@@ -10,16 +10,15 @@ from . import api
 
 
 def refuse() -> None:
-    """Make launchers of torch and torch_xla raise `LaunchError` in this rank from now on.
+    """Make launchers of torch raise `LaunchError` in this rank from now on.
 
     They would start ranks within a rank. A single rank may still call ``mp.spawn``, for helpers.
     """
-    # Private names, seen in torch 2.7 to 2.13 and torch_xla 2.9; all launchers come to one of them.
+    # Private names, seen in torch 2.7 to 2.13; all launchers come to one of them.
     if api.world_size() > 1:
         patch("torch.multiprocessing.spawn", "start_processes", _refuse_spawn)
         patch("torch.multiprocessing", "start_processes", _refuse_spawn)
     patch("torch.distributed.launcher.api", "launch_agent", _refuse_agent)
-    patch("torch_xla._internal.pjrt", "run_multiprocess", _refuse_xla)
 
 
 def _refuse_spawn(original: Any, fn: Any, *_: Any, **__: Any) -> None:
@@ -36,14 +35,10 @@ def _refuse_agent(original: Any, *_: Any, **__: Any) -> None:
     raise refusal("notebook_launcher (or another launcher)")
 
 
-def _refuse_xla(original: Any, *_: Any, **__: Any) -> None:
-    raise refusal("xmp.spawn")
-
-
 def refusal(launcher: str) -> LaunchError:
     """Return what is raised where a rank would launch ranks."""
     return LaunchError(
         f"{launcher} would start ranks within rank {api.rank()} of this run. Every rank runs this "
         "line: call the function itself instead, or leave out the option by which a library starts "
-        "processes. `nbtrain.rank()` is what mp.spawn and xmp.spawn pass first."
+        "processes. `nbtrain.rank()` is what `spawn` passes first."
     )

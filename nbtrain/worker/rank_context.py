@@ -102,6 +102,9 @@ def set_current(context: RankContext | None) -> None:
 class RankSide:
     """A part's side of a rank, one object a process; a part overrides what it needs."""
 
+    can_rescue = True
+    """Whether the rank can read and send its weights after a failure."""
+
     def begin(self, context: RankContext) -> None:
         """Prepare for a task."""
 

@@ -1,6 +1,6 @@
 """Makes plain code distributed in a rank: environment variables, and FSDP on CPU ranks.
 
-torchrun, Accelerate, gloo, NCCL and torch_xla read the variables.
+torchrun, Accelerate, gloo and NCCL read the variables.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 from ..planning import accelerate_objects, task_values
 from ..planning.plan import Plan
 from ..planning.world import Placement
-from ..system import tpu
-from ..system.instrumentation import patch, replace
+from ..system.instrumentation import patch
 from ..system.network import is_loopback
 from ..transport.job import Job
 from . import api
@@ -56,15 +55,6 @@ def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[
     }
     if job.device == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
-    if job.device == "xla":
-        # transformers takes it, beside torch_xla, for torchrun on another maker's chips.
-        del variables["TORCHELASTIC_RUN_ID"]
-        variables["PJRT_DEVICE"] = inherited.get("PJRT_DEVICE", "TPU")
-        variables |= _xla_precision(job.plan, inherited)
-    elif "USE_TORCH_XLA" not in inherited and (
-        tpu.has_torch_xla() if job.has_torch_xla is None else job.has_torch_xla
-    ):
-        variables["USE_TORCH_XLA"] = "0"
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     is_local = is_loopback(world.master_addr)
     for_gloo = loopback if is_local else world.interface
@@ -78,27 +68,11 @@ def rank_environment(job: Job, rank: int, inherited: Mapping[str, str]) -> dict[
         ("OMP_NUM_THREADS", str(job.threads)),
         # A rank that ends right after gloo connected it would cut off those still connecting.
         ("TORCH_DIST_INIT_BARRIER", "1"),
+        *job.environment.items(),
     ):
         if name not in inherited and value:
             variables[name] = value
     return {**variables, **job.plan.env}
-
-
-def _xla_precision(plan: Plan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables by which torch_xla computes in the plan's precision.
-
-    Accelerate sets the same when an Accelerator is made; but torch_xla reads them once, at the
-    first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a yes.
-    """
-    asked = inherited.get("ACCELERATE_DOWNCAST_BF16", "").lower() in ("1", "true", "yes", "on")
-    downcast = plan.downcast_bf16 or asked
-    variables = {"ACCELERATE_DOWNCAST_BF16": "true" if downcast else ""}
-    if plan.mixed_precision == "bf16":
-        variables |= {
-            "XLA_USE_BF16": str(int(not downcast)),
-            "XLA_DOWNCAST_BF16": str(int(downcast)),
-        }
-    return variables
 
 
 def join_run_world(device: str, world_size: int) -> None:
@@ -109,9 +83,10 @@ def join_run_world(device: str, world_size: int) -> None:
     it. On CPU ranks, Accelerate joins the world only with ``cpu=True``. `Accelerator()` reads that
     in the environment, but `PartialState` does not, so every rank would train alone, with all of
     the data. It also names the device "cpu:0", which `torch.load` (2.13) cannot load to, so that
-    the `Trainer` of transformers 5.15 could not resume.
+    the `Trainer` of transformers 5.15 could not resume. For other devices than GPUs and CPUs,
+    Accelerate takes the world from the device's own library.
     """
-    if world_size == 1 and device != "xla":
+    if world_size == 1 and device in ("cpu", "cuda"):
         patch("accelerate.state:PartialState", "__init__", _init_single)
     if device == "cpu":
         patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
@@ -219,7 +194,7 @@ def renew_accelerate_state(plan: Plan) -> None:
     is_inherited = accelerate_objects.has_state()
     if is_inherited:
         accelerate_objects.reset_state()
-    elif plan.engine in ("fork", "xla") or "accelerate.state" not in sys.modules:
+    elif plan.engine == "fork" or "accelerate.state" not in sys.modules:
         return
     for each in accelerate_objects.state_holders(plan.task):
         if accelerate_objects.is_shared_state(each):
@@ -390,20 +365,3 @@ def _init_with_fsdp(original: Any, state: Any, *args: Any, **kwargs: Any) -> Non
     state.fsdp_plugin = plugin
     state.distributed_type = module.DistributedType.FSDP
     module.PartialState._shared_state["distributed_type"] = state.distributed_type
-
-
-def disable_torch_xla() -> None:
-    """Keep Accelerate and transformers from using XLA here, where they are imported already.
-
-    They use it wherever torch_xla is installed, and each rank would train for itself.
-    """
-    for package, findings in (  # seen in accelerate 1.15 and transformers 5.23
-        ("accelerate.utils.imports", {"_torch_xla_available": False, "_tpu_available": False}),
-        ("transformers.utils.import_utils", {"USE_TORCH_XLA": "0"}),
-    ):
-        module = sys.modules.get(package)
-        if module is not None:
-            for name, value in findings.items():
-                replace(module, name, value)
-            ask = getattr(module, "is_torch_xla_available", None)
-            getattr(ask, "cache_clear", int)()  # where the answer is cached

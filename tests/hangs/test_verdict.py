@@ -193,7 +193,7 @@ def test_a_kill_for_memory_is_told_with_whose_memory_grew() -> None:
     ("number", "device", "code", "advice"),
     [
         (-9, "cuda", "", CURE),
-        (-11, "xla", "", CURE),
+        pytest.param(-11, "xla", "", CURE, marks=pytest.mark.part("tpu")),
         (-9, "xla", ev.NOT_MEMORY, ()),
     ],
 )

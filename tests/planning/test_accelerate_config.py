@@ -166,43 +166,6 @@ def test_deepspeed_brings_its_gradient_accumulation(tmp_path: Path) -> None:
     assert "mixed_precision" in env["ACCELERATE_CONFIG_DS_FIELDS"]
 
 
-TPU = """
-compute_environment: LOCAL_MACHINE
-distributed_type: XLA
-downcast_bf16: 'yes'
-dynamo_config: {}
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 8
-tpu_env: [LIBTPU_INIT_ARGS=--a=b]
-tpu_name: mine
-tpu_use_cluster: false
-tpu_use_sudo: false
-"""
-
-
-def test_a_file_for_a_tpu_brings_its_engine_processes_and_precision(tmp_path: Path) -> None:
-    file = _file(tmp_path, TPU)
-    plan, findings = accelerate_config.apply_config(_plan(config=file))
-    assert (plan.engine, plan.num_processes) == ("tpu", 8)
-    assert (plan.mixed_precision, plan.downcast_bf16) == ("bf16", True)
-    assert plan.env["LIBTPU_INIT_ARGS"] == "--a=b"
-    assert "CUDA_VISIBLE_DEVICES" not in plan.env
-    assert not findings
-    plan, _ = accelerate_config.apply_config(
-        _plan(config=file, mixed_precision="no", num_processes=1)
-    )
-    assert (plan.num_processes, plan.downcast_bf16) == (1, False)
-    plan, findings = accelerate_config.apply_config(_plan(config=file, engine="fork"))
-    assert (plan.engine, plan.downcast_bf16) == ("fork", False)
-    assert codes(findings) == ["config-ignored"]
-    assert accelerate_config.apply_config(_plan(config=file, engine="xla"))[0].engine == "xla"
-    plain = "distributed_type: XLA\nmixed_precision: bf16\ndowncast_bf16: 'no'\n"
-    plan, findings = accelerate_config.apply_config(_plan(config=_file(tmp_path, plain)))
-    assert (plan.num_processes, plan.downcast_bf16, findings) == (None, False, [])
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -212,7 +175,6 @@ def test_a_file_for_a_tpu_brings_its_engine_processes_and_precision(tmp_path: Pa
         ("distributed_type: MULTI_CPU\nnum_processes: 2\nwhat: 1", "what"),
         ("distributed_type: MULTI_CPU\nnum_processes: two", "num_processes: 'two'"),
         ("distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2", "num_machines: 2"),
-        ("distributed_type: XLA\nnum_processes: 8\ntpu_use_cluster: true", "TPU pods"),
         (
             "distributed_type: MULTI_CPU\nnum_processes: 2\nmpirun_config: {mpirun_hostfile: /x}",
             "mpi",

@@ -21,7 +21,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch_xla.experimental import plugins
 
-from nbtrain.system import tpu
+from nbtrain.parts.tpu import chips as host_chips
 
 _group: Any = None
 _REDUCTIONS = {
@@ -67,8 +67,8 @@ def pretend(chips: int, device: str = "0x0063", env: Mapping[str, str] | None = 
         folder.mkdir(parents=True)
         (folder / "vendor").write_text("0x1ae0\n")
         (folder / "device").write_text(f"{device}\n")
-    find = tpu.find
-    tpu.find = lambda _root=pci, env=os.environ: find(pci, env)
+    find = host_chips.find
+    host_chips.find = lambda _root=pci, env=os.environ: find(pci, env)
     plugins.register_plugin("TPU", PretendedTpu(chips, 2 if device == "0x0027" else 1))
     xr.device_type = lambda: "TPU"
     xm.all_reduce, xm.all_gather = all_reduce, all_gather

@@ -229,10 +229,10 @@ def check_saves(source: Source, names: set[str]) -> Iterator[Finding]:
 
 
 def _written_path(call: ast.Call) -> ast.expr | None:
-    """Return the expression for the path that a call writes to; None for other calls.
+    """Return the expression for the path that a call writes to, if every rank writes it.
 
-    Known are the functions in `_WRITERS` and ``x.save_pretrained``, not `open`. None also with
-    ``**kwargs``, `is_main_process` or `save_function`: then not every rank may write.
+    Known are the functions in `_WRITERS` and ``x.save_pretrained``, not `open`. With ``**kwargs``,
+    `is_main_process` or `save_function`, not every rank may write.
     """
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     place = _WRITERS.get(dotted_name(call.func))

@@ -351,9 +351,10 @@ def _read_function(
 
 
 def _parse_file(filename: str) -> tuple[ast.Module, list[str]] | None:
-    """Return the tree and lines of a cell or of the user's file; None for other files.
+    """Return the tree and lines of a cell or of the user's file.
 
-    None also for a file that is empty, longer than `MAX_TEXT_CHARS` or not valid Python.
+    Other files have no result, nor has one that is empty, longer than `MAX_TEXT_CHARS` or not valid
+    Python.
     """
     lines = [] if is_library(filename) else linecache.getlines(filename)
     if not 0 < sum(map(len, lines)) <= MAX_TEXT_CHARS:

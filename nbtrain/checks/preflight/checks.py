@@ -5,7 +5,7 @@ First those of this process and the options, then of accelerators, then of the h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from ... import part
 from ...findings import Finding
@@ -14,11 +14,9 @@ from ...planning.option_parser import MAGIC_ONLY
 from ...planning.option_types import ENGINES
 from ...planning.plan import OPTIONS
 from ...planning.shared_handles import Kind
-from ...system import tpu
-from ...system.accelerator_guard import OF_ONE_PROCESS
+from ...system.accelerator_guard import GPUS
 from ...system.gpus import ComputeMode, Holder
 from ...system.text import format_bytes, format_bytes_of, plural, with_article
-from ...system.tpu import XLA_INSTALL
 from .. import limits
 from .facts import Check, Facts
 
@@ -57,22 +55,22 @@ _SPAWN = f"or {_FRESH}."
 def check_initialized_accelerators(facts: Facts) -> Iterator[Finding]:
     """Refuse to fork ranks from a kernel that has initialised their accelerator.
 
-    CUDA and XLA do not survive a fork. A TPU belongs to one process at a time, so fresh ranks
+    They do not survive a fork. One that is no GPU belongs to one process at a time, so fresh ranks
     cannot use it either. CPU ranks, and fresh ranks on GPUs, are not refused.
     """
-    on_tpu = facts.device in tpu.ENGINES.values()
-    if facts.device == "cpu" or not (facts.forks_kernel or on_tpu):
+    on_gpus = facts.device == "cuda"
+    if facts.device == "cpu" or (on_gpus and not facts.forks_kernel):
         return
     for init in facts.accelerator_inits:
-        if on_tpu and init.name not in OF_ONE_PROCESS:
+        if init.name in GPUS and not on_gpus:
             continue
         called = f" Called from {init.calls[-1]}." if init.calls else ""
-        users = "ranks" if on_tpu else "ranks forked from the kernel"
+        users = "ranks forked from the kernel" if on_gpus else "ranks"
         yield Finding(
             "accelerator-initialized",
             f"{init.name} is already initialised in this kernel, so {users} cannot use it. "
             f"First seen: {init.place}.{called}",
-            f"{_RESTART}." if on_tpu else f"{_RESTART}, {_SPAWN}",
+            f"{_RESTART}, {_SPAWN}" if on_gpus else f"{_RESTART}.",
             "refuse",
         )
 
@@ -151,10 +149,10 @@ def check_process_group(facts: Facts) -> Iterator[Finding]:
 
 
 def check_precision(facts: Facts) -> Iterator[Finding]:
-    """Refuse fp16 on CPUs and TPUs, which cannot train in it."""
-    if facts.plan.mixed_precision == "fp16" and facts.device != "cuda":
-        has = "this host has none" if facts.device == "cpu" else "a TPU trains in bf16"
-        yield Finding("fp16", f"fp16 needs a GPU; {has}.", "Use -p bf16 or -p no.", "refuse")
+    """Refuse fp16 on CPUs, which cannot train in it."""
+    if facts.plan.mixed_precision == "fp16" and facts.device == "cpu":
+        text = "fp16 needs a GPU; this host has none."
+        yield Finding("fp16", text, "Use -p bf16 or -p no.", "refuse")
 
 
 def check_inline_timeout(facts: Facts) -> Iterator[Finding]:
@@ -288,69 +286,6 @@ def check_unused_accelerators(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def check_unused_tpu(facts: Facts) -> Iterator[Finding]:
-    """Warn about a TPU that the ranks will not use: they will train on the CPU.
-
-    The cause is a missing package, the variable PJRT_DEVICE, or the chosen engine. No warning if
-    the user chose the CPU (ACCELERATE_USE_CPU) or the inline engine.
-    """
-    if (
-        facts.tpu is None
-        or not facts.on_cpu
-        or facts.runs_in_kernel
-        or "ACCELERATE_USE_CPU" in facts.env
-    ):
-        return
-    if not facts.has_torch_xla and not tpu.has_torch_tpu():
-        reason, remedy = "torch_xla is not installed", f"{XLA_INSTALL}, then restart the kernel."
-    elif not tpu.is_wanted(facts.env):
-        reason = f"PJRT_DEVICE is {facts.env['PJRT_DEVICE']} (torch_xla sets that if it finds no "
-        reason += "libtpu)"
-        remedy = (
-            f"{XLA_INSTALL}, restart the kernel, and set PJRT_DEVICE=TPU if it is still different."
-        )
-    else:
-        reason, remedy = f"the {facts.plan.engine} engine does not use it", "Leave out --engine."
-    yield Finding(
-        "unused-tpu",
-        f"This host has {facts.tpu.label}, but the ranks will train on the CPU: {reason}.",
-        remedy,
-    )
-
-
-def check_tpu_holders(facts: Facts) -> Iterator[Finding]:
-    """Refuse a TPU that another process holds, such as one that outlived its launcher.
-
-    If the chips of this run are free, and others are held, it only warns.
-    """
-    if not facts.tpu_holders:
-        return
-    wanted = tpu.chips_of(facts.ranks, facts.plan.env) if facts.device == "xla" else None
-    held: frozenset[int] = frozenset().union(*facts.tpu_holders.values())
-    every = frozenset(range(facts.tpu.chips)) if facts.tpu is not None else held
-    holders = "; ".join(f"{name} ({_chips(chips)})" for name, chips in facts.tpu_holders.items())
-    if wanted is not None and not wanted & held:
-        yield Finding(
-            "tpu-in-use",
-            f"Another process holds a part of the TPU: {holders}. This run uses {_chips(wanted)}.",
-            "If libtpu refuses to start, end that process first.",
-        )
-        return
-    free = sorted(every - held) if facts.device == "xla" else []
-    other = f" Or use a chip that is free: -n 1 --env TPU_VISIBLE_CHIPS={free[0]}." if free else ""
-    yield Finding(
-        "tpu-in-use",
-        f"Another process holds the TPU: {holders}. No rank can use it until that process ends.",
-        "Shut down its notebook, or end the process itself: `!kill PID`, then `!kill -9 PID`."
-        f"{other}",
-        "refuse",
-    )
-
-
-def _chips(numbers: Collection[int]) -> str:
-    return f"chip{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
-
-
 def check_port(facts: Facts) -> Iterator[Finding]:
     """Refuse a port that is in use."""
     if facts.port_trouble:
@@ -458,8 +393,6 @@ CHECKS: tuple[Check, ...] = (
     check_gpu_memory,
     check_compute_mode,
     check_unused_accelerators,
-    check_unused_tpu,
-    check_tpu_holders,
     check_port,
     check_host_memory,
     check_shared_memory,

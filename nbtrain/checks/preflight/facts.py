@@ -18,11 +18,10 @@ from ...planning import accelerate_objects, shared_handles, task_values
 from ...planning.accelerate_objects import AccelerateObject
 from ...planning.plan import Plan
 from ...planning.shared_handles import SharedHandle
-from ...system import accelerator_guard, gpus, host, network, processes, tpu
+from ...system import accelerator_guard, gpus, host, network, processes
 from ...system.accelerator_guard import AcceleratorInit
 from ...system.gpus import Gpu, TorchBuild
 from ...system.host import Memory, Quota, Space
-from ...system.tpu import Tpu
 from ...tracking.launch_log import attempt
 
 
@@ -59,10 +58,6 @@ class Facts:
     holder_names: Mapping[int, str] = field(default_factory=dict)
     """Names of the processes that use these GPUs, by pid."""
     unused_accelerator: str = ""
-    tpu: Tpu | None = None
-    tpu_holders: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """The chips that other processes hold, by the name of the process."""
-    has_torch_xla: bool = False
     source_code: str = ""
     weight_bytes: int = 0
     """The size of the trainable parameters that the task refers to."""
@@ -98,7 +93,6 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
     build = gpus.build_of(torch) if torch is not None else None
     ranks = plan.num_processes or 1
     gpu_count, nvidia_gpus = _visible_gpus(device, env)
-    tpu_holders = tpu.holders() if device in tpu.ENGINES.values() else {}
     threads = _threads(env, ranks)
     needs = attempt(
         "the estimate", partial(task_values.host_needs, plan.task), task_values.HostNeeds()
@@ -130,10 +124,7 @@ def gather(plan: Plan, device: str, engine: EngineTraits) -> Facts:
         holder_names={
             h.pid: processes.describe_process(h.pid) for gpu in nvidia_gpus for h in gpu.holders
         },
-        tpu_holders={processes.describe_process(pid): chips for pid, chips in tpu_holders.items()},
         unused_accelerator=gpus.unused_accelerator(build) if build is not None else "",
-        tpu=tpu.find(env=env),
-        has_torch_xla=tpu.has_torch_xla(),
         source_code=needs.source,
         weight_bytes=needs.weights,
         workers_per_rank=needs.workers,

@@ -53,7 +53,7 @@ def choose_engine(plan: Plan, engine: Engine) -> Engine:
     look = partial(used_by, plan.task, in_use)
     names = sorted(in_use if plan.takes_tasks else attempt("the look at frameworks", look, ()))
     may_choose = plan.engine == "auto" and plan.rendezvous is None
-    if not names or engine.tpu_device or (plan.takes_tasks and not may_choose):
+    if not names or engine.device or (plan.takes_tasks and not may_choose):
         return engine
     state = " and ".join(map(describe, names))
     if may_choose:

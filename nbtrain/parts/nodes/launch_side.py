@@ -20,12 +20,15 @@ class NodesLaunch(LaunchSide):
             )
 
     def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
-        """Return the engine that joins the other nodes. Raises `PlanError` on a TPU."""
+        """Return the engine that joins the other nodes.
+
+        Raises `PlanError` if the plan names another engine than 'fork', or the host has a TPU.
+        """
         if plan.rendezvous is None:
             return engine
-        if engine.tpu_device:
+        if engine.device or plan.engine not in ("auto", "fork"):
             raise PlanError(
-                "several nodes (num_nodes) train on GPUs or CPUs; on a TPU use num_nodes=1"
+                f"several nodes (num_nodes) cannot use the {engine.name} engine: use num_nodes=1"
             )
         from .engine import MultinodeEngine
 

@@ -1,19 +1,21 @@
-"""What torch_xla needs in a rank beside its engine: late reading of scalars, compilations."""
+"""What torch_xla needs in a rank beside its engine: variables, late scalars, compilations."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ...part_api import RankContext, RankSide, hooks, when_imported
+from ...part_api import Plan, RankContext, RankSide, hooks, when_imported
 from ...worker import device_scalars, limits
 from ...worker.device_scalars import Then
 from . import xla
 from .compilation import CompilationMeter
+from .other_ranks import refuse_launches
 
 _Pending = list[tuple[Mapping[str, Any], Then]]
 
@@ -21,10 +23,14 @@ _Pending = list[tuple[Mapping[str, Any], Then]]
 class XlaRank(RankSide):
     """Watches torch_xla, where the rank imports it."""
 
+    can_rescue = False  # to read weights would compile what never ran
     compilation: CompilationMeter | None = None
 
     def begin(self, context: RankContext) -> None:
-        """Read scalars of XLA devices late, and report compilations."""
+        """Set torch_xla's variables, read scalars of XLA devices late, and report compilations."""
+        if context.job is context.process_job:
+            set_variables(context.job.plan)
+        refuse_launches()
         device_scalars.READERS["xla"] = XlaScalars
         job, writer = context.job, context.writer
         if "phases" in job.plan.telemetry:
@@ -40,6 +46,25 @@ class XlaRank(RankSide):
     def finish_task(self, context: RankContext) -> None:
         if context.job.ranks_stay:  # its engine does so at the end of other ranks
             xla.finish()
+
+
+def set_variables(plan: Plan) -> None:
+    """Set the variables that make torch_xla compute on a TPU, in the plan's precision.
+
+    Accelerate sets those of the precision when an Accelerator is made. But torch_xla reads them
+    once, at the first float tensor, and Accelerate takes ``ACCELERATE_DOWNCAST_BF16=false`` for a
+    yes. The plan's own variables stay.
+    """
+    # transformers takes it, beside torch_xla, for torchrun on another maker's chips.
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    os.environ.setdefault("PJRT_DEVICE", "TPU")
+    asked = os.environ.get("ACCELERATE_DOWNCAST_BF16", "").lower() in ("1", "true", "yes", "on")
+    downcast = plan.downcast_bf16 or asked
+    variables = {"ACCELERATE_DOWNCAST_BF16": "true" if downcast else ""}
+    if plan.mixed_precision == "bf16":
+        variables["XLA_USE_BF16"] = str(int(not downcast))
+        variables["XLA_DOWNCAST_BF16"] = str(int(downcast))
+    os.environ.update({**variables, **plan.env})
 
 
 class XlaScalars:

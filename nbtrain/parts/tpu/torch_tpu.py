@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ...lifecycle.limits import START_TIMEOUT_S
 from ...part_api import Job, LaunchError, MissingExtra, Plan, Ranks, SpawnEngine
-from ...system.tpu import has_torch_tpu
+from .chips import count_ranks, is_installed
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
 
@@ -37,8 +37,13 @@ class TorchTpuEngine(SpawnEngine):
     """Starts one interpreter per chip, each with torch_tpu's own launch environment."""
 
     name = "torch_tpu"
-    tpu_device = "tpu"
+    device = "tpu"
     _launch_env: dict[str, str] | None = None
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Return the plan with at most one rank per chip, and torch's name of the device."""
+        self.check_options(plan)
+        return self.with_ranks(plan, count_ranks(plan, self.name)), self.device
 
     def prepare(self, plan: Plan) -> None:
         """Pack what the ranks will need, and get the first attempt's environment from torch_tpu.
@@ -46,7 +51,7 @@ class TorchTpuEngine(SpawnEngine):
         Raises `MissingExtra` without torch_tpu, `PlanError` for what cannot be sent, and
         `LaunchError` if torch_tpu refuses or does not answer within 120 s.
         """
-        if not has_torch_tpu():
+        if not is_installed("torch_tpu"):
             raise MissingExtra(
                 "the torch_tpu engine needs torch_tpu, which is not installed: "
                 "pip install torch_tpu"

@@ -36,9 +36,8 @@ from ...part_api import (
     rank_context,
 )
 from ...part_api import events as ev
-from ...system import tpu
 from ...worker import task_runner
-from . import xla
+from . import chips, xla
 
 MIN_STAGGERED_MODEL_BYTES = 64 << 20
 """Ranks move a larger model to their devices one after the other."""
@@ -48,8 +47,12 @@ class XlaEngine(ForkEngine):
     """Forks one process per chip; each joins the others on the TPU before it runs the task."""
 
     name = "xla"
-    tpu_device = "xla"
-    can_downcast = True
+    device = "xla"
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Return the plan with one rank, or one per chip, and torch's name of the device."""
+        self.check_options(plan)
+        return self.with_ranks(plan, chips.count_ranks(plan, self.name)), self.device
 
     def prepare(self, plan: Plan) -> None:
         """Import torch_xla, once for all ranks.
@@ -57,7 +60,7 @@ class XlaEngine(ForkEngine):
         Raises `MissingExtra` without torch_xla, `LaunchError` if it does not work or finds no TPU,
         and `PlanError` for live ranks where each process drives two devices.
         """
-        found = tpu.find(env={**os.environ, **plan.env})
+        found = chips.find(env={**os.environ, **plan.env})
         if plan.takes_tasks and found is not None and found.devices > found.chips:
             raise PlanError(
                 f"each process of this host ({found.label}) drives two devices in two threads, but "
@@ -67,7 +70,7 @@ class XlaEngine(ForkEngine):
         if xla.device_type() == "CPU" and "PJRT_DEVICE" not in plan.env:
             raise LaunchError(
                 "torch_xla found no TPU to use (PJRT_DEVICE=CPU). Its libtpu may be missing "
-                f"({tpu.XLA_INSTALL}), or PJRT_DEVICE was set: %env PJRT_DEVICE=TPU, before "
+                f"({chips.XLA_INSTALL}), or PJRT_DEVICE was set: %env PJRT_DEVICE=TPU, before "
                 "torch_xla is imported."
             )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from ...part_api import LaunchError, MissingExtra
-from ...system.tpu import XLA_INSTALL, xla_library
+from .chips import XLA_INSTALL
 
 PLACE = (
     "CLOUD_TPU_TASK_ID",
@@ -112,6 +112,11 @@ def join(rank: int, world_size: int) -> list[Any]:
     if len(devices) == 1:
         runtime._init_world_size_ordinal()
     return list(devices)
+
+
+def xla_library() -> Any:
+    """Return torch_xla's native library, once torch_xla is completely imported."""
+    return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
 
 
 def start_autograd() -> None:

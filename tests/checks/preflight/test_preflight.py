@@ -29,7 +29,6 @@ from nbtrain.system import host
 from nbtrain.system.accelerator_guard import AcceleratorInit
 from nbtrain.system.gpus import Gpu, Holder, TorchBuild
 from nbtrain.system.host import Memory, Quota, Space
-from nbtrain.system.tpu import Tpu
 from nbtrain.ui import text_summary
 from tests.support.runs import launch
 
@@ -67,13 +66,12 @@ MEMORY = Memory(8 * GIB, 64 * GIB, 8 * GIB, capped=True)
 DOCKER = Space(64 << 20, 64 << 20)
 PIDS = Quota(90, 100, "this container's pids.max")
 DIRTY = {"accelerator_inits": (AcceleratorInit("CUDA", 3, 1, "x.cuda()"),)}
-XLA = {"engine": "xla", "device": "xla"}
-DIRTY_XLA = {**XLA, "accelerator_inits": (AcceleratorInit("XLA", 3, 1, "xr.world_size()"),)}
-HELD = {**XLA, "tpu_holders": {"python, pid 4711": frozenset({0})}}
-TPU = {"tpu": Tpu("v5e", 8)}
+DIRTY_XLA = {
+    "device": "xla",
+    "accelerator_inits": (AcceleratorInit("XLA", 3, 1, "xr.world_size()"),),
+}
 BUSY_PORT = {"port": 4711, "port_trouble": "in use", "port_listener": "python, pid 3"}
 SWITCHED_OFF = "detach, --max-restarts ray live --save --no-sync"
-needs_tpu = pytest.mark.part("tpu")
 
 
 @pytest.mark.parametrize(
@@ -104,27 +102,10 @@ needs_tpu = pytest.mark.part("tpu")
         (lambda: on_gpus(1, replace(GPU, mode=2)), "gpu-mode", "refuse", ["PROHIBITED"]),
         (lambda: facts(build=CPU_BUILD, gpu_count=2), "cpu-build", "warn", ["2 NVIDIA GPUs"]),
         (lambda: facts(unused_accelerator="MPS"), "unused-accelerator", "warn", ["MPS"]),
-        pytest.param(
-            *(lambda: facts(**TPU), "unused-tpu", "warn", ["8 chips", "pip install"]),
-            marks=needs_tpu,
-        ),
-        pytest.param(
-            lambda: facts(**TPU, has_torch_xla=True, env={"PJRT_DEVICE": "CPU"}),
-            *("unused-tpu", "warn", ["PJRT_DEVICE is CPU"]),
-            marks=needs_tpu,
-        ),
-        pytest.param(
-            *(lambda: facts(4, **HELD), "tpu-in-use", "refuse", ["python, pid 4711 (chip 0)"]),
-            marks=needs_tpu,
-        ),
-        pytest.param(
-            lambda: facts(1, **HELD, tpu=Tpu("v5e", 4)),
-            *("tpu-in-use", "refuse", ["-n 1 --env TPU_VISIBLE_CHIPS=1."]),
-            marks=needs_tpu,
-        ),
-        pytest.param(
-            *(lambda: facts(**DIRTY_XLA), "accelerator-initialized", "refuse", ["In[3], line 1"]),
-            marks=needs_tpu,
+        (lambda: facts(**DIRTY_XLA), "accelerator-initialized", "refuse", ["In[3], line 1"]),
+        (
+            lambda: facts(engine="spawn", **DIRTY_XLA),
+            *("accelerator-initialized", "refuse", ["In[3], line 1"]),
         ),
         (
             lambda: facts(env={"NBTRAIN_DISABLE": "detach dpp"}),
@@ -177,8 +158,6 @@ def test_what_hinders_ranks_is_found_with_its_figures(
         pytest.param(
             lambda: facts(env={"NBTRAIN_DISABLE": SWITCHED_OFF}), marks=pytest.mark.part("live")
         ),
-        pytest.param(lambda: facts(**TPU, **ON_CPU), marks=needs_tpu),
-        pytest.param(lambda: facts(**XLA, **TPU, has_torch_xla=True), marks=needs_tpu),
         lambda: on_gpus(1, GPU, engine="spawn", **DIRTY),
         lambda: facts(**DIRTY),  # its ranks use the CPU
         lambda: facts(4, memory=MEMORY, weight_bytes=GIB),
@@ -191,14 +170,6 @@ def test_what_hinders_ranks_is_found_with_its_figures(
 )
 def test_what_hinders_no_rank_is_not_mentioned(given: Callable[[], Facts]) -> None:
     assert preflight.run_checks(given()) == []
-
-
-@pytest.mark.part("tpu")
-def test_a_chip_that_the_run_does_not_take_may_be_held() -> None:
-    taken = facts(1, **HELD)
-    other = replace(taken, plan=replace(taken.plan, env={"TPU_VISIBLE_CHIPS": "2"}))
-    (finding,) = preflight.run_checks(other)
-    assert (finding.code, finding.level) == ("tpu-in-use", "warn")
 
 
 def test_the_plans_own_variables_decide_which_gpus_are_seen(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import nbtrain
 from nbtrain.engines.fork import ForkEngine
+from nbtrain.engines.spawn import SpawnEngine
 from nbtrain.errors import PlanError
 from nbtrain.parts.nodes.engine import MultinodeEngine
 from nbtrain.parts.nodes.launch_side import NodesLaunch
@@ -42,14 +44,16 @@ def test_whoever_runs_the_host_switches_several_nodes_off(monkeypatch: pytest.Mo
         nbtrain.notebook_launcher(lambda: 1, num_nodes=2)
 
 
-def test_only_a_plan_with_a_rendezvous_gets_the_engine_and_on_a_tpu_none_does() -> None:
+def test_only_a_plan_with_a_rendezvous_gets_the_engine_and_no_other_was_asked_for() -> None:
     side, forked, on_tpu = NodesLaunch(), ForkEngine(), ForkEngine()
-    on_tpu.tpu_device = "xla"
+    on_tpu.device = "xla"
     alone, one_of_two = (
         Plan(Call(print), "train", rendezvous=each)
         for each in (None, Rendezvous(2, 0, "127.0.0.1:29500"))
     )
     assert side.replace_engine(alone, forked) is forked
     assert type(side.replace_engine(one_of_two, forked)) is MultinodeEngine
-    with pytest.raises(PlanError, match="on a TPU use num_nodes=1"):
-        side.replace_engine(one_of_two, on_tpu)
+    by_name = replace(one_of_two, engine="spawn")
+    for plan, engine in ((one_of_two, on_tpu), (by_name, SpawnEngine())):
+        with pytest.raises(PlanError, match="use num_nodes=1"):
+            side.replace_engine(plan, engine)

@@ -16,11 +16,12 @@ import nbtrain
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch_tpu comes with torch, and wants another malloc
-    import torch  # noqa: F401
+    import torch
 
 from nbtrain.errors import LaunchError, MissingExtra, PlanError
+from nbtrain.parts.tpu import chips
 from nbtrain.parts.tpu.torch_tpu import ADDRESSES, TOPOLOGY, launch_environment
-from nbtrain.system import accelerator_guard, tpu
+from nbtrain.system import accelerator_guard
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("torch_tpu") is None, reason="needs torch_tpu (any host will do)"
@@ -31,8 +32,8 @@ PLACE = {TOPOLOGY: "1,2,1"}
 @pytest.fixture
 def a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with two chips, as far as its list of devices goes."""
-    pair = tpu.Tpu("v5e", 2)
-    monkeypatch.setattr(tpu, "find", lambda *_, **__: pair)
+    pair = chips.Tpu("v5e", 2)
+    monkeypatch.setattr(chips, "find", lambda *_, **__: pair)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +49,15 @@ def a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tpu_is_driven_by_what_is_installed_and_fits_torch(
     version: str, installed: set[str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tpu, "has_torch_xla", lambda: "torch_xla" in installed)
-    monkeypatch.setattr(tpu, "has_torch_tpu", lambda: "torch_tpu" in installed)
-    assert tpu.engine(version) == engine
+    monkeypatch.setattr(chips, "is_installed", lambda name: name in installed)
+    monkeypatch.setattr(chips, "find", lambda **_: chips.Tpu("v5e", 2))
+    monkeypatch.setattr(torch, "__version__", version)
+    assert chips.default_engine({}) == engine
 
 
 @pytest.mark.usefixtures("a_tpu")
 def test_without_either_a_tpu_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu, "engine", lambda _version: "")
+    monkeypatch.setattr(chips, "is_installed", lambda _name: False)
     with pytest.raises(
         PlanError, match=r"a TPU needs torch_xla or torch_tpu: .*torch_xla.*torch_tpu"
     ):

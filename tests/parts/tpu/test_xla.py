@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.parts.tpu import xla
-from nbtrain.system import tpu
+from nbtrain.parts.tpu import chips, xla
 from tests.support.tpu_environment import KAGGLE, STALE
 
 
@@ -27,9 +26,9 @@ def test_what_the_plan_sets_is_kept() -> None:
 
 LOAD = """
 from nbtrain import errors
-from nbtrain.system import tpu
+from nbtrain.system import accelerator_guard
 from nbtrain.parts.tpu import xla
-print(tpu.is_initialized(), xla.compilations())
+print("XLA" in accelerator_guard.initialized_accelerators(), xla.compilations())
 try:
     xla.load()
 except errors.NbtrainError as error:
@@ -58,4 +57,4 @@ def test_a_torch_xla_that_cannot_be_used_says_what_to_install(
     untouched, told = out.stdout.splitlines()
     assert untouched == "False None"
     assert words in told
-    assert tpu.XLA_INSTALL in told
+    assert chips.XLA_INSTALL in told

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from nbtrain.parts.tpu import xla
-from nbtrain.system.tpu import _GENERATIONS, _GOOGLE
+from nbtrain.parts.tpu.chips import _GENERATIONS, _GOOGLE
 from tests.support.tpu_environment import KAGGLE, STALE
 
 pytestmark = pytest.mark.xla

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nbtrain.errors import PlanError
-from nbtrain.system import tpu as host_tpu
-from nbtrain.system.tpu import Tpu, chips_of, find, holders, is_wanted, signs
+from nbtrain.parts.tpu import chips as host_chips
+from nbtrain.parts.tpu.chips import Tpu, chips_of, find, holders, is_wanted, signs
 
 
 def host(root: Path, *chips: str, vendor: str = "0x1ae0") -> Path:
@@ -77,7 +77,7 @@ def test_pjrt_device_decides(setting: str | None, wanted: bool) -> None:
     ],
 )
 def test_ranks_are_processes_one_a_chip_or_one(tpu: Tpu, asked: int | None, given: int) -> None:
-    assert host_tpu.ranks(tpu, asked, {}) == given
+    assert host_chips.ranks(tpu, asked, {}) == given
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,9 @@ def test_what_cannot_be_had_is_refused_with_what_can(
 ) -> None:
     for word in words:
         with pytest.raises(PlanError, match=word):
-            host_tpu.ranks(tpu, asked, {"TPU_NAME": "local"})
+            host_chips.ranks(tpu, asked, {"TPU_NAME": "local"})
 
 
-@pytest.mark.part("tpu")
 def test_asking_for_a_tpu_where_there_is_none_is_a_clear_error() -> None:
     import nbtrain
 

@@ -1,4 +1,4 @@
-"""Reads the TPU of this host from its list of PCI devices and from the environment.
+"""Reads the TPU of this host from its list of PCI devices and environment; chooses its engine.
 
 ``torch_xla`` counts chips in the same way, but gets the generation from the network if the
 environment lacks it; here it follows from the chips' device number. Nothing is imported or
@@ -11,14 +11,12 @@ import contextlib
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..errors import PlanError
-from .text import plural
+from ... import engines
+from ...part_api import Engine, Plan, PlanError, plural
 
 _GOOGLE = "0x1ae0"
 _GENERATIONS = {
@@ -34,17 +32,10 @@ _GENERATIONS = {
 
 _NAMES = {"v5litepod": "v5e", "v5lite": "v5e", "tpu7x": "v7"}
 
-
-ENGINES = {"xla": "xla", "torch_tpu": "tpu"}
-"""The engines for a TPU, each with torch's name of the device."""
-
 INSTALL = "pip install torch_tpu (with torch 2.11 or newer)"
 
 XLA_INSTALL = "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
 """2.9 is the last version of torch_xla, and each version needs the torch of the same number."""
-
-_LAST_OF_XLA = (2, 9)
-"""The last torch that torch_xla supports; torch_tpu needs a newer one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,7 @@ class Tpu:
 
 
 def find(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> Tpu | None:
-    """Return the TPU of this host, or None without chips."""
+    """Return the TPU of this host, if it has chips."""
     numbers = list(_chips(root))
     if not numbers:
         return None
@@ -121,7 +112,7 @@ def holders(root: Path = Path("/"), proc: Path = Path("/proc")) -> dict[int, fro
 
 
 def chips_of(ranks: int, given: Mapping[str, str]) -> frozenset[int] | None:
-    """Return the chips that ranks of torch_xla will use; None for all or unknown.
+    """Return the chips that ranks of torch_xla will use, or None (all, or unknown).
 
     A single rank uses the first chip, unless the `given` variables name another; the engine ignores
     those of the kernel. Like tpu-info, this assumes that a device file has its chip's number.
@@ -137,43 +128,45 @@ def is_wanted(env: Mapping[str, str]) -> bool:
     return re.split("[:_]", env.get("PJRT_DEVICE", "TPU").upper())[0] in ("TPU", "")
 
 
-def xla_library() -> Any:
-    """Return torch_xla's native library, or None unless torch_xla is completely imported."""
-    return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-
-
-def is_initialized() -> bool:
-    """Return whether this process has used XLA. Then its forks cannot use it."""
-    # Private: 2.5 to 2.9.
-    return bool(getattr(xla_library(), "_xla_runtime_is_initialized", bool)())
-
-
-def has_torch_xla() -> bool:
-    """Return whether torch_xla is installed, without importing it."""
-    return _is_installed("torch_xla")
-
-
-def has_torch_tpu() -> bool:
-    """Return whether torch_tpu is installed, without importing it."""
-    return _is_installed("torch_tpu")
-
-
-def _is_installed(name: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed, without importing it."""
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(package) is not None
     except ValueError:  # a fake module without a spec
         return False
 
 
-def engine(torch_version: str) -> str:
-    """Return the engine of the installed library: 'xla' (torch_xla), 'torch_tpu', or ''.
+def default_engine(env: Mapping[str, str]) -> str:
+    """Return the engine for this host's TPU; '' without a TPU, or a library for it."""
+    return _find_engine() if find(env=env) and is_wanted(env) else ""
+
+
+def installed_engine() -> Engine:
+    """Return a new engine of the installed library. Raises `PlanError` without one."""
+    name = _find_engine()
+    if not name:
+        raise PlanError(f"a TPU needs torch_xla or torch_tpu: {XLA_INSTALL}, or {INSTALL}")
+    return engines.get(name)
+
+
+def _find_engine() -> str:
+    """Return the engine of the installed library, or ''.
 
     If both are installed, the version of torch decides which of them works.
     """
-    numbers = tuple(int(n) for n in re.findall(r"\d+", torch_version)[:2])
-    installed = {"xla": has_torch_xla(), "torch_tpu": has_torch_tpu()}
-    first = ("xla", "torch_tpu") if numbers <= _LAST_OF_XLA else ("torch_tpu", "xla")
-    return next((name for name in first if installed[name]), "")
+    import torch
+
+    numbers = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
+    libraries = {"torch_xla": "xla", "torch_tpu": "torch_tpu"}
+    # torch 2.9 is the last one that torch_xla supports; torch_tpu needs a newer one.
+    first = sorted(libraries, reverse=numbers <= (2, 9))
+    return next((libraries[name] for name in first if is_installed(name)), "")
+
+
+def count_ranks(plan: Plan, engine: str) -> int:
+    """Return the number of ranks of a plan on this host. Raises `PlanError` if it cannot be."""
+    env = {**os.environ, **plan.env}
+    return ranks(find(env=env), plan.num_processes, env, engine)
 
 
 def ranks(tpu: Tpu | None, asked: int | None, env: Mapping[str, str], engine: str = "xla") -> int:
