@@ -131,13 +131,14 @@ def _look_at_launches(
             asked = plan.Plan(plan.Call(print), "doctor", None if of_part else ranks, name)
             engine = engines.get(name)
             if of_part:
+                device = engine.device or device  # `resolve` may refuse
                 asked, device = engine.resolve(asked)
                 ranks = asked.num_processes or 1
             findings[name] = preflight.findings(asked, device, engine)
             for side in launch_sides():
                 findings[name] += side.findings(asked, device, engine)
         except PlanError as error:
-            findings[name] = [Finding("not-possible", f"{error}.", level="refuse")]
+            findings[name] = [Finding("not-possible", f"{str(error).rstrip('.')}.", level="refuse")]
     return ranks, device, findings
 
 
@@ -146,6 +147,7 @@ def page(seen: Examination | None = None) -> str:
     seen = seen or examine()
     devices = {"cuda": "GPU" + "s" * (seen.visible > 1), "cpu": "CPU"}
     devices |= {name: device.label for name, device in part.devices().items()}
+    device = devices.get(seen.device, seen.device)
     lines = [
         f"nbtrain {_version()} · "
         f"Python {platform.python_version()} · {frontend(ipython_shell(), os.environ)}",
@@ -155,7 +157,7 @@ def page(seen: Examination | None = None) -> str:
         *section("This host", _host(seen.ranks)),
         *section("This process", [*_process(), *_imports()]),
         *section(
-            f"A launch now: {plural(seen.ranks, 'rank')} on the {devices[seen.device]} (-n auto)",
+            f"A launch now: {plural(seen.ranks, 'rank')} on the {device} (-n auto)",
             _launches(seen),
         ),
     ]

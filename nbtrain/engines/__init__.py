@@ -58,7 +58,7 @@ def choose(plan: Plan) -> Engine:
     if name == "auto":
         name = part.default_engine(env)
     if not name:  # the libraries of macOS abort forked processes
-        name = "spawn" if sys.platform == "darwin" else "fork"
+        name = "spawn" if sys.platform == "darwin" and plan.rendezvous is None else "fork"
     notes: list[Finding] = []
     if plan.engine == "auto" and name == "fork" and (found := _explain_inline(plan, env)):
         name, notes = "inline", [found]
@@ -77,7 +77,7 @@ def _explain_inline(plan: Plan, env: Mapping[str, str]) -> Finding | None:
     """
     needs_process = (
         plan.timeout or plan.max_restarts or plan.is_background or plan.scaling or plan.debug
-    )
+    ) or plan.rendezvous is not None
     # CUDA_VISIBLE_DEVICES has no effect once the kernel has initialised CUDA.
     chooses = any(name.endswith("_VISIBLE_DEVICES") for name in plan.env)
     if plan.num_processes not in (None, 1) or needs_process or chooses or not plan.sync:

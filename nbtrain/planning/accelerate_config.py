@@ -127,7 +127,7 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
         with _preserve_logging():
             settings = files.load_config_from_file(str(file))
             devices = _device_config(file, settings)
-            _check_supported(settings, file, needs_number=not (num_processes or devices))
+            _check_supported(settings, file, needs_number=num_processes is None and not devices)
             env = _launch_environment(file, settings, num_processes)
     except PlanError:
         raise

@@ -84,7 +84,7 @@ def _write(
     The first value of a training loss that is not finite is also a `NotFinite` event, once for each
     name.
     """
-    if context.writer.write_metrics(now, context.rank, step, values, context.figures.steps):
+    if context.writer.write_metrics(now, context.rank, step, values, context.optimizer_steps):
         return
     for name, value in values.items():
         is_finite = type(value) is not float or value - value == 0.0

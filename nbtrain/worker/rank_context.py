@@ -27,7 +27,7 @@ class TrainingFigures:
     """
 
     steps: int = 0
-    """Optimizer steps so far: the step of metrics that are logged without one."""
+    """Steps of torch's optimizers so far."""
     fed_passes: int = 0
     """Passes over any data that fed steps."""
     loader_place: tuple[int | None, int | None, int | None] = (None, None, None)
@@ -59,8 +59,11 @@ class RankContext:
     """Handles SIGINT. A rank in the kernel has none: it is interrupted as any cell."""
     checkpoint_refusal: str = ""
     """Why this rank cannot save checkpoints; "" if it can."""
+    optimizer_steps: int = 0
+    """Optimizer steps of the task so far, of any framework: the step of metrics that are logged
+    without one."""
     figures: TrainingFigures = field(default_factory=TrainingFigures)
-    """What the observers of the task have counted."""
+    """What the observers of torch's training have counted."""
     scalars: ScalarReader = field(default_factory=ScalarReader)
     """Reads metrics on a GPU or TPU when their values are there."""
     diverged: set[str] = field(default_factory=set)

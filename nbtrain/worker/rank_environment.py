@@ -83,10 +83,10 @@ def join_run_world(device: str, world_size: int) -> None:
     it. On CPU ranks, Accelerate joins the world only with ``cpu=True``. `Accelerator()` reads that
     in the environment, but `PartialState` does not, so every rank would train alone, with all of
     the data. It also names the device "cpu:0", which `torch.load` (2.13) cannot load to, so that
-    the `Trainer` of transformers 5.15 could not resume. For other devices than GPUs and CPUs,
-    Accelerate takes the world from the device's own library.
+    the `Trainer` of transformers 5.15 could not resume. With torch_xla, it takes the world from
+    that library.
     """
-    if world_size == 1 and device in ("cpu", "cuda"):
+    if world_size == 1 and device != "xla":
         patch("accelerate.state:PartialState", "__init__", _init_single)
     if device == "cpu":
         patch("accelerate.state:PartialState", "__init__", _init_on_cpu)
@@ -194,7 +194,7 @@ def renew_accelerate_state(plan: Plan) -> None:
     is_inherited = accelerate_objects.has_state()
     if is_inherited:
         accelerate_objects.reset_state()
-    elif plan.engine == "fork" or "accelerate.state" not in sys.modules:
+    elif plan.engine in ("fork", "xla") or "accelerate.state" not in sys.modules:
         return
     for each in accelerate_objects.state_holders(plan.task):
         if accelerate_objects.is_shared_state(each):

@@ -197,7 +197,7 @@ def record(loop: Callable[[], None]) -> list[Line]:
     recorder = _Recorder(figures)
     with instrumentation.scope():
         hooks.begin_task()
-        hooks.add(StepMeter(figures))
+        hooks.add(StepMeter(context(figures)))
         hooks.add(DataLoadingMeter(figures, context(figures).writer, 0))
         hooks.add(LossMeter(context(figures)))
         hooks.add(recorder)

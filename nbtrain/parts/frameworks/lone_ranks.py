@@ -31,7 +31,7 @@ class LoneRanks(Observer):
     def __init__(self, task: Task, writer: EventWriter) -> None:
         self._task, self._writer = task, writer
         self._before = frameworks_in_use()
-        self._trains_with_torch = rank_context.get().figures.steps > 0
+        self._trains_with_torch = rank_context.get().optimizer_steps > 0
 
     def on_first_step(self, optimizer: Any) -> None:
         """Note that an optimizer of torch's trains."""

@@ -49,17 +49,18 @@ class TpuLaunch(LaunchSide):
     def complete_job(self, job: Job, engine: Engine) -> Job:
         """Return the job with the side that its ranks need, and with torch_xla off elsewhere.
 
-        On other hosts, torch_xla is off whether it is installed there or not.
+        On other hosts, torch_xla may be installed. The side is the first of the ranks' sides,
+        because others may import what looks for torch_xla.
         """
         if job.device == "xla":
-            return replace(job, rank_sides=(*job.rank_sides, "tpu.rank_side:XlaRank"))
-        is_here = chips.is_installed("torch_xla")
+            return replace(job, rank_sides=("tpu.rank_side:XlaRank", *job.rank_sides))
+        if not chips.is_installed("torch_xla") and engine.checks_host:
+            return job
+        if not job.in_kernel:
+            job = replace(job, rank_sides=("tpu.other_ranks:OtherRank", *job.rank_sides))
         if {**os.environ, **job.plan.env}.get(SWITCH, "0") != "0":
             return job
-        if is_here and not job.in_kernel:
-            job = replace(job, rank_sides=(*job.rank_sides, "tpu.other_ranks:OtherRank"))
-        is_off = is_here or not engine.checks_host
-        return replace(job, environment={**job.environment, SWITCH: "0"}) if is_off else job
+        return replace(job, environment={**job.environment, SWITCH: "0"})
 
 
 def check_unused(plan: Plan, tpu: Tpu | None, env: Mapping[str, str]) -> Iterator[Finding]:

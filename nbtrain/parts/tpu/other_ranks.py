@@ -5,6 +5,7 @@ Accelerate and transformers use it wherever they find it, and each rank would tr
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,12 +17,12 @@ SWITCH = "USE_TORCH_XLA"
 
 
 class OtherRank(RankSide):
-    """A rank that does not use torch_xla."""
+    """A rank that is not on a TPU."""
 
     def begin(self, context: RankContext) -> None:
-        """Turn torch_xla off in the packages that are imported already, as in a forked rank."""
+        """Refuse torch_xla's launchers. If torch_xla is off, have imported packages know it."""
         refuse_launches()
-        if context.job is context.process_job:
+        if context.job is context.process_job and os.environ.get(SWITCH) == "0":
             _disable_torch_xla()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -118,12 +118,18 @@ def begin_steps() -> None:
     state.stepped.clear()
 
 
-def add(observer: Observer | Any, *events: Event[...]) -> None:
-    """Notify an observer from now on, of some `events` or of all that it has a method for."""
+def add(
+    observer: Observer | Any, *events: Event[...], without: Collection[Event[...]] = ()
+) -> None:
+    """Notify an observer from now on, of some `events` or of all that it has a method for.
+
+    Of those `without` it is not notified, nor are libraries patched for them.
+    """
     purpose = getattr(observer, "purpose", Observer.purpose)
     for event in events or EVENTS:
         method = getattr(type(observer), event.name, None)
-        if method is not None and method is not getattr(Observer, event.name):
+        is_own = method is not None and method is not getattr(Observer, event.name)
+        if is_own and event not in without:
             listener = purpose, getattr(observer, event.name)
             for watch in () if event.listeners or event in _lasting else _WATCH.get(event, ()):
                 watch()

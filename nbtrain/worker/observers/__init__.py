@@ -21,7 +21,7 @@ from .evidence.work_sample import WorkSampler
 from .loss import LossMeter
 from .phases import PhaseMeter
 from .precision import PrecisionMeter
-from .reports import Meter, TrainingReports
+from .reports import TrainingReports
 from .steps import StepMeter
 from .tensor_memory import TensorMemoryMeter
 from .totals.training_place import LibraryPlaces
@@ -48,33 +48,34 @@ def _add_meters(context: RankContext, places: LibraryPlaces) -> None:
     """Add the meters of a training and their reports, in the order of notification.
 
     That of an epoch uses the figures of the others at the same step. At the end, the reports write
-    the last counts before it writes the last epoch.
+    the last counts before it writes the last epoch. A meter whose source is off counts nothing.
     """
-    sources, figures = context.job.plan.telemetry, context.figures
-    writer, rank = context.writer, context.rank
-    steps, data = "steps" in sources, "data" in sources
-    meters: list[Meter] = []
-    if steps:
-        meters += [StepMeter(figures), PrecisionMeter()]
-    if data:
-        meters.append(DataLoadingMeter(figures, writer, rank))
+    sources, on = context.job.plan.telemetry, hooks.notify
+    if not {"steps", "loss", "data"} & set(sources):
+        return
+    figures, writer, rank = context.figures, context.writer, context.rank
+    steps, precision, loss = StepMeter(context), PrecisionMeter(), LossMeter(context)
+    data, epochs = (
+        DataLoadingMeter(figures, writer, rank),
+        EpochMeter(figures, writer, rank, places),
+    )
+    work = WorkSampler(context)
+    reports = TrainingReports(context, (steps, precision, data, loss, epochs, work))
+    if has_steps := "steps" in sources:
+        hooks.add(steps)
+        hooks.add(precision)
+    if "data" in sources:
+        hooks.add(data, without=() if has_steps else (on.on_step,))
     if "loss" in sources:
-        meters.append(LossMeter(context))
-    epochs = [EpochMeter(figures, writer, rank, places)] if steps else []
-    evidence = [WorkSampler(context)] if steps and context.world_size > 1 else []
-    reports = TrainingReports(context, [*meters, *epochs, *evidence])
-    for meter in meters:
-        hooks.add(meter)
-    hooks.add(reports, hooks.notify.on_training_end)
-    for meter in (*epochs, *evidence):
-        hooks.add(meter)
-    if "loss" not in sources:
-        for sampler in evidence:
-            hooks.drop(sampler, hooks.notify.on_backward)
-    if steps:
-        hooks.add(reports, hooks.notify.on_step)
-    if data:
-        hooks.add(reports, hooks.notify.on_batch)
+        hooks.add(loss, without=() if has_steps else (on.on_step,))
+    hooks.add(reports, on.on_training_end)
+    if has_steps:
+        hooks.add(epochs)
+        if context.world_size > 1:
+            hooks.add(work, without=() if "loss" in sources else (on.on_backward,))
+        hooks.add(reports, on.on_step)
+    if "data" in sources:
+        hooks.add(reports, on.on_batch)
 
 
 def _observers(context: RankContext, places: LibraryPlaces) -> Iterator[Observer]:

@@ -141,6 +141,7 @@ class DataLoadingMeter(Meter):
 
     def on_batch(self, it: Any, batch: Any, start: float, is_ahead: bool) -> None:
         """Count a batch and the time that the training waited for it.
+
         The first batch of a pass begins a new `LoaderPass`, kept as an attribute of the iterator.
         """
         if threading.get_ident() in (self._main, self._trainer):
@@ -200,6 +201,7 @@ class DataLoadingMeter(Meter):
         passed.batch = it._num_yielded
         if passed.ahead:
             self._count_samples(passed, passed.ahead)
+        if passed.ahead or passed is self._last:
             self._set_last(passed)
             passed.ahead = 0
         passed.is_aside = True

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..rank_context import TrainingFigures
+from ..rank_context import RankContext
 from .reports import Meter, ReportReason
 
 
 class StepMeter(Meter):
     """Counts steps: optimizers that step in turn, as those of a GAN, make one step a round."""
 
-    def __init__(self, figures: TrainingFigures) -> None:
-        self._figures = figures
+    def __init__(self, context: RankContext) -> None:
+        self._context, self._figures = context, context.figures
         self._round: set[int] = set()  # ids of the optimizers that stepped in it
         self._known: set[int] = set()  # ids of those that ever did
         self._newcomer: int | None = None  # the id of one whose first step was the last of a round
@@ -35,6 +35,7 @@ class StepMeter(Meter):
             self._lr = _learning_rate(optimizer)
             if self._figures.steps == 1:
                 self._gpu = _gpu_of(optimizer)
+            self._context.optimizer_steps = self._figures.steps
         is_newcomer = key not in self._known and bool(self._round)
         self._newcomer = key if is_newcomer else None
         self._known.add(key)

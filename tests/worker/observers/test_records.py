@@ -17,7 +17,7 @@ from nbtrain.worker.rank_context import TrainingFigures
 from tests.support.loop_records import LOOPS, Written, context, play, read, record
 
 MAKE = {
-    StepMeter: lambda figures, writer: StepMeter(figures),
+    StepMeter: lambda figures, writer: StepMeter(context(figures)),
     DataLoadingMeter: lambda figures, writer: DataLoadingMeter(figures, writer, 0),
     LossMeter: lambda figures, writer: LossMeter(context(figures, writer)),
     EpochMeter: lambda figures, writer: EpochMeter(figures, writer, 0, LibraryPlaces()),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import nbtrain
 from nbtrain.planning.option_types import SOURCES
 from nbtrain.tracking import events as ev
+from nbtrain.worker import rank_context
 from tests.support.loop_table import (
     LoopTable,
     lightning_fit,
@@ -330,3 +331,34 @@ def test_every_source_can_be_left_out() -> None:
         assert getattr(told, absent) is None
     with pytest.raises(nbtrain.NbtrainError, match="no telemetry 'speed'"):
         launch(train, telemetry=["speed"])
+
+
+def by_hand() -> bool:
+    """Count steps as a framework of another library does; return whether backward is patched."""
+    rank_context.get().optimizer_steps += 12
+    return hasattr(torch.Tensor.backward, "__wrapped__")
+
+
+def test_steps_of_another_framework_are_no_evidence_of_torchs() -> None:
+    run = launch(by_hand, n=2)
+    assert not [e for e in events(run) if isinstance(e, ev.WorkSample)]
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_backward_is_patched_for_losses_only(engine: str) -> None:
+    run = launch(by_hand, n=2, telemetry=("steps", "data"), engine=engine)
+    assert run.results == [False, False]
+
+
+def test_without_steps_two_that_take_turns_have_one_loss() -> None:
+    def turns() -> None:
+        optimizers = [one_weight(), one_weight()]
+        for _ in DataLoader(TensorDataset(torch.ones(20, 1)), batch_size=1):
+            for w, optimizer in optimizers:
+                step_on(w, optimizer)
+
+    run = launch(turns, telemetry=("loss", "data"))
+    assert last(run).loss is not None
+    losses = [e.losses for e in events(run) if isinstance(e, ev.TrainingUpdate)]
+    assert {step for each in losses for step, _, _ in each} <= {1}
+    assert {name for each in losses for _, _, name in each} <= {""}

@@ -89,7 +89,7 @@ class FitMeter(Observer):
         self._epoch_began = self._now = time.monotonic()
         self._epoch, self._batch = epoch + 1, 0
         self._first = self._first or self._epoch
-        self._steps = self._steps_before = self._context.figures.steps
+        self._steps = self._steps_before = self._context.optimizer_steps
         self._is_training = True
         if self._began is None:  # until the first batch, which waits for the compiler
             self._began = self._epoch_began
@@ -103,7 +103,7 @@ class FitMeter(Observer):
             self._trainings.count_step(SimpleNamespace(param_groups=trained))
             self._training = self._trainings.number(self._epoch)
         self._batch = int(batch) + 1
-        self._steps = self._context.figures.steps = self._steps_before + self._batch
+        self._steps = self._context.optimizer_steps = self._steps_before + self._batch
         self._now = time.monotonic()
         if self._now >= self._due:
             self._due = self._now + REPORT_INTERVAL_S
@@ -131,7 +131,7 @@ class FitMeter(Observer):
 
     def on_training_end(self, wait: bool) -> None:
         """Report the last counts, unless another training came after them."""
-        if self._began is not None and self._steps == self._context.figures.steps:
+        if self._began is not None and self._steps == self._context.optimizer_steps:
             self._report(None, {})
 
     def _report(self, callbacks: Any, logs: Mapping[str, Any] | None) -> float | None:

@@ -55,8 +55,8 @@ class UpdateMeter(Observer):
         jax: Any = sys.modules["jax"]
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(updates)[:1]):
             return
-        self._context.figures.steps += 1
-        self._steps = self._context.figures.steps
+        self._context.optimizer_steps += 1
+        self._steps = self._context.optimizer_steps
         now = time.monotonic()
         if now >= self._due:
             self._began, self._due = self._began or now, now + REPORT_INTERVAL_S
@@ -65,7 +65,7 @@ class UpdateMeter(Observer):
 
     def on_training_end(self, wait: bool) -> None:
         """Report the last count, unless another training came after it."""
-        if self._began is not None and self._steps == self._context.figures.steps:
+        if self._began is not None and self._steps == self._context.optimizer_steps:
             self._report()
 
     def _report(self) -> None:

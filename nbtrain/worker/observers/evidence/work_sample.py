@@ -119,9 +119,14 @@ class WorkSampler(Meter):
             self._counts = (count if self._counts is None else self._counts[0], count)
 
     def on_training_end(self, wait: bool) -> None:
-        """With `wait`, write the evidence with a last loss and a checksum of the weights."""
+        """With `wait`, write the evidence with a last loss and a checksum of the weights.
+
+        Not if nothing was trained or read: another framework than torch may have trained.
+        """
         self._is_sampling = False
-        if wait:
+        hooks.drop(self, hooks.notify.on_step)  # a thread of the user's may go on
+        has_read = self._figures.loader_place[1] is not None
+        if wait and (self._figures.steps or has_read):
             self._look_at_group()
             self._report(self._figures.last_loss, is_last=True)
 
