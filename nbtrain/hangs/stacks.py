@@ -171,7 +171,8 @@ class SignaledRank:
     def read_reply(self) -> str:
         with open_regular(self.path) as file:
             file.seek(self.offset)
-            return file.read(1 << 20).decode("utf-8", "replace")
+            # `read` goes on to the end of the file, which a rank on a slow disk moves for seconds.
+            return file.read1(1 << 20).decode("utf-8", "replace")
 
     def is_complete(self, reply: str) -> bool:
         """Whether the last stack, the main thread's, reaches its outermost frame."""

@@ -274,8 +274,8 @@ class Run:
         try:
             with open_regular(self._folder.log(rank)) as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - SMALL_FILE_BYTES) if tail is not None else 0)
-                text = file.read().decode("utf-8", "replace")
+                start = file.seek(max(0, size - SMALL_FILE_BYTES) if tail is not None else 0)
+                text = file.read(size - start).decode("utf-8", "replace")
         except FileNotFoundError:
             self._folder.check_exists()
             return []

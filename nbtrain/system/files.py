@@ -12,8 +12,9 @@ import select
 import stat
 import threading
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import NbtrainError
 
@@ -33,7 +34,7 @@ def _irregular(path: Path) -> OSError:
     return OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading. Raises `OSError` also for a link, a pipe, a device or a folder."""
     descriptor = os.open(path, _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -59,6 +59,7 @@ class LiveEngine(Engine):
 
     def __init__(self, members: Members, ranks: Sequence[int]) -> None:
         self.name = members.engine
+        self.on_cluster = bool(members.nodes)
         self.sent: list[str] = []
         self._members, self._targets = members, ranks
         self._parcel: payload.PackedPlan | None = None
