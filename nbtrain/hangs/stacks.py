@@ -170,9 +170,8 @@ class SignaledRank:
 
     def read_reply(self) -> str:
         with open_regular(self.path) as file:
-            file.seek(self.offset)
-            # `read` goes on to the end of the file, which a rank on a slow disk moves for seconds.
-            return file.read1(1 << 20).decode("utf-8", "replace")
+            # One read: `file.read` would read until a rank on a slow disk has stopped writing.
+            return os.pread(file.fileno(), 1 << 20, self.offset).decode("utf-8", "replace")
 
     def is_complete(self, reply: str) -> bool:
         """Whether the last stack, the main thread's, reaches its outermost frame."""

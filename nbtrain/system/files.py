@@ -12,9 +12,8 @@ import select
 import stat
 import threading
 from collections.abc import Iterable
-from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from ..errors import NbtrainError
 
@@ -34,7 +33,7 @@ def _irregular(path: Path) -> OSError:
     return OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-def open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path) -> IO[bytes]:
     """Open a file for reading. Raises `OSError` also for a link, a pipe, a device or a folder."""
     descriptor = os.open(path, _READ)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):

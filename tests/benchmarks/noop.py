@@ -79,6 +79,7 @@ def without_part(name: str, ranks: int) -> float:
     from nbtrain.lifecycle import launch_sides
 
     def read_again() -> None:
+        part._own_parts.cache_clear()
         part.parts.cache_clear()
         launch_sides.launch_sides.cache_clear()
         launch_sides.launch_sides()
