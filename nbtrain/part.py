@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -201,6 +201,12 @@ def engines_of_packages() -> dict[str, str]:
     """Return the references of engines that parts of other packages add, by name."""
     added = (each.engines for name, each in parts().items() if name not in TABLE)
     return _merge(*added)
+
+
+def cell_options() -> Iterable[Any]:
+    """Return the options that the parts' launch sides add to ``%%distributed``."""
+    sides = (load(each.launch_side) for each in parts().values() if each.launch_side)
+    return (option for side in sides for option in side.cell_options)
 
 
 def devices() -> dict[str, Device]:

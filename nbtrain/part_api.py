@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .engines.fork import ForkEngine
     from .engines.process import kernel_detach
     from .engines.process.forking import fork_process, ready_to_fork
+    from .engines.process.interpreter import interpreter_command
     from .engines.spawn import SpawnEngine
     from .errors import LaunchError, MissingExtra, NbtrainError, PlanError, RankDied
     from .findings import Finding
@@ -38,9 +39,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .planning import task_values
     from .planning.cell import name_with_lookalikes
     from .planning.option_parser import check_parsed, parser, plan_fields, split_line
-    from .planning.option_types import check_allowed
+    from .planning.option_types import Option, check_allowed
     from .planning.plan import OPTIONS, Call, Cell, Plan, Task
-    from .planning.secrets import mask_source
+    from .planning.secrets import mask_source, mask_text
     from .planning.world import Placement
     from .system import host
     from .system.files import write_atomically
@@ -51,13 +52,16 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
         format_duration,
         format_ranks,
         plural,
+        short_repr,
         shorten,
+        strip_escapes,
         with_article,
     )
     from .tracking import clock, events
     from .tracking.event_log import EventWriter, Reader, all_events, event_tail, new_events
+    from .tracking.launch_log import LOGGER, attempt
     from .tracking.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
-    from .tracking.run_folder import RunFolder
+    from .tracking.run_folder import RunFolder, mark_stopping
     from .tracking.state import IDLE, RankState, RunState, is_secondary_failure
     from .transport import payload, result_pickler
     from .transport.channel import Address, Channel, Listener, connect, fill_memory_file
@@ -71,7 +75,10 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .worker import hooks, rank_context
     from .worker.api import is_metric, log_values
     from .worker.hooks import Observer
+    from .worker.hooks.guard import guard_step
+    from .worker.limits import REPORT_INTERVAL_S
     from .worker.rank_context import RankContext, RankSide
+    from .worker.rank_environment import rank_environment
     from .worker.task_runner import failing_plan, run_task
 
 _NAMES = {
@@ -79,6 +86,7 @@ _NAMES = {
     "engines.fork": "ForkEngine",
     "engines.process": "kernel_detach",
     "engines.process.forking": "fork_process ready_to_fork",
+    "engines.process.interpreter": "interpreter_command",
     "engines.spawn": "SpawnEngine",
     "errors": "LaunchError MissingExtra NbtrainError PlanError RankDied",
     "findings": "Finding",
@@ -90,19 +98,21 @@ _NAMES = {
     "planning": "task_values",
     "planning.cell": "name_with_lookalikes",
     "planning.option_parser": "check_parsed parser plan_fields split_line",
-    "planning.option_types": "check_allowed",
+    "planning.option_types": "Option check_allowed",
     "planning.plan": "OPTIONS Call Cell Plan Task",
-    "planning.secrets": "mask_source",
+    "planning.secrets": "mask_source mask_text",
     "planning.world": "Placement",
     "system": "host",
     "system.files": "write_atomically",
     "system.instrumentation": "patch replace scope undo_later when_imported",
     "system.network": "is_loopback own_address",
-    "system.text": "format_bytes format_duration format_ranks plural shorten with_article",
+    "system.text": "format_bytes format_duration format_ranks plural short_repr shorten "
+    "strip_escapes with_article",
     "tracking": "clock events",
     "tracking.event_log": "EventWriter Reader all_events event_tail new_events",
+    "tracking.launch_log": "LOGGER attempt",
     "tracking.limits": "POLL_INTERVAL_S UNRESPONSIVE_AFTER_S",
-    "tracking.run_folder": "RunFolder",
+    "tracking.run_folder": "RunFolder mark_stopping",
     "tracking.state": "IDLE RankState RunState is_secondary_failure",
     "transport": "payload result_pickler",
     "transport.channel": "Address Channel Listener connect fill_memory_file",
@@ -116,7 +126,10 @@ _NAMES = {
     "worker": "hooks rank_context",
     "worker.api": "is_metric log_values",
     "worker.hooks": "Observer",
+    "worker.hooks.guard": "guard_step",
+    "worker.limits": "REPORT_INTERVAL_S",
     "worker.rank_context": "RankContext RankSide",
+    "worker.rank_environment": "rank_environment",
     "worker.task_runner": "failing_plan run_task",
 }
 """The names of each module: classes, functions and constants, and modules of a room."""
@@ -124,22 +137,24 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # written out because type checkers read it; a test compares it with `_NAMES`
-    "CONNECT_TIMEOUT_S", "FAILURE_REPORT_TIMEOUT_S", "IDLE", "MAX_TEXT_CHARS", "OPTIONS", "PASS",
-    "POLL_INTERVAL_S", "RIGHT", "SIGNALS", "START_TIMEOUT_S", "UNKILLABLE_AFTER_S",
-    "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace", "Channel", "Command",
-    "Companion", "Device", "Display", "Engine", "EventWriter", "Exit", "FileCopies", "Finding",
-    "ForkEngine", "Job", "LaunchError", "LaunchSide", "Listener", "MissingExtra", "NbtrainError",
-    "Observer", "Part", "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide",
-    "RankState", "Ranks", "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed",
-    "all_events", "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events",
-    "failing_plan", "file_size", "fill_memory_file", "fork_process", "format_bytes",
-    "format_duration", "format_ranks", "hooks", "host", "html_table", "is_loopback", "is_metric",
+    "CONNECT_TIMEOUT_S", "FAILURE_REPORT_TIMEOUT_S", "IDLE", "LOGGER", "MAX_TEXT_CHARS", "OPTIONS",
+    "PASS", "POLL_INTERVAL_S", "REPORT_INTERVAL_S", "RIGHT", "SIGNALS", "START_TIMEOUT_S",
+    "UNKILLABLE_AFTER_S", "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace",
+    "Channel", "Command", "Companion", "Device", "Display", "Engine", "EventWriter", "Exit",
+    "FileCopies", "Finding", "ForkEngine", "Job", "LaunchError", "LaunchSide", "Listener",
+    "MissingExtra", "NbtrainError", "Observer", "Option", "Part", "Placement", "Plan", "PlanError",
+    "RankContext", "RankDied", "RankSide", "RankState", "Ranks", "Reader", "Run", "RunFolder",
+    "RunState", "SpawnEngine", "Task", "Typed", "all_events", "attempt", "check_allowed",
+    "check_parsed", "clock", "connect", "event_tail", "events", "failing_plan", "file_size",
+    "fill_memory_file", "fork_process", "format_bytes", "format_duration", "format_ranks",
+    "guard_step", "hooks", "host", "html_table", "interpreter_command", "is_loopback", "is_metric",
     "is_secondary_failure", "kernel_detach", "last_run", "load", "load_provided", "log_values",
-    "mask_source", "name_with_lookalikes", "new_events", "own_address", "parser", "patch",
-    "payload", "plan_fields", "plural", "prompt", "rank_context", "read_appended", "ready_to_fork",
-    "replace", "result_pickler", "run_plan", "run_task", "run_texts", "scope", "set_last_run",
-    "shorten", "show", "split_line", "task_values", "text_table", "undo_later", "when_imported",
-    "with_article", "write_atomically",
+    "mark_stopping", "mask_source", "mask_text", "name_with_lookalikes", "new_events",
+    "own_address", "parser", "patch", "payload", "plan_fields", "plural", "prompt", "rank_context",
+    "rank_environment", "read_appended", "ready_to_fork", "replace", "result_pickler", "run_plan",
+    "run_task", "run_texts", "scope", "set_last_run", "short_repr", "shorten", "show", "split_line",
+    "strip_escapes", "task_values", "text_table", "undo_later", "when_imported", "with_article",
+    "write_atomically",
 ]  # fmt: skip
 
 

@@ -106,8 +106,8 @@ words(lambda: nbtrain.memory_needed)
         ("PlanError", "engine 'tpu'"),
         ("PlanError", "part `tpu`"),
         ("PlanError", "command 'start -n 2'"),
-        ("PlanError", "part `live`"),
-        ("PlanError", "part `export`"),
+        ("PlanError", "unrecognized arguments: --ranks"),
+        ("PlanError", "unrecognized arguments: --save"),
         ("AttributeError", "nbtrain.parts.memory"),
     ]
     for line, (name, named) in zip(out, expected, strict=True):
@@ -134,8 +134,8 @@ def test_every_reference_of_a_part_can_be_imported() -> None:
 
 
 def test_an_option_of_a_part_names_one() -> None:
-    named = {option.part for option in option_parser._BY_FIELD.values() if option.part}
-    assert named == {"debugger", "export", "forwarding", "live", "ray", "tpu"} <= {*part.TABLE}
+    named = {option.part for option in option_parser.cell_options().values() if option.part}
+    assert named == {"debugger", "forwarding", "ray", "tpu"} <= {*part.TABLE}
 
 
 def test_the_core_names_no_part() -> None:
@@ -185,13 +185,21 @@ PART = Part(
 SIDELESS = Part(launch_side="tally.nowhere:Side")
 ''',
     "tally/notebook.py": """
-from nbtrain.part_api import LaunchSide, Plan, Typed
+from nbtrain.part_api import LaunchSide, Option, Plan, Typed
 
 seen = []
 
 class TallyLaunch(LaunchSide):
+    cell_options = (
+        Option("--as", "taken", field="taken"),
+        Option("--greet", "whom to greet before the cell runs", field="greet", metavar="NAME"),
+    )
+
     def check(self, plan: Plan) -> None:
         seen.append(plan.name)
+
+    def before_cell(self, cell, raw, history, failures, options):
+        print("hello", options.greet, hasattr(options, "taken"))
 
 def command(typed: Typed) -> str:
     return f"{len(seen)} launches{typed.text}"
@@ -237,7 +245,9 @@ for engine in ('loud', 'spawn'):
     run = nbtrain.launch(train, num_processes=2, engine=engine, view='none')
     print(run.state.engine, [rank.metrics['tally'] for rank in run.state.ranks])
 print(shell.run_line_magic('nbtrain', 'tally !'))
-from nbtrain.commands.magics import _nbtrain_help
+shell.run_cell_magic('distributed', '-n 1 --view none --as run --greet you', '1 + 1')
+from nbtrain.commands.magics import _distributed_help, _nbtrain_help
+print(shell.user_ns['run'].value, '--greet NAME' in _distributed_help())
 print('%nbtrain tally' in _nbtrain_help(), 'not this one' in _nbtrain_help())
 from nbtrain.commands import doctor
 print(*[text for label, text in doctor._versions(None, '') if label == 'parts'], sep=chr(10))
@@ -282,6 +292,8 @@ def test_another_package_adds_a_part(install: Callable[[Path, Path], None], tmp_
         "loud [3, 3]",
         "spawn [3, 3]",
         "2 launches !",
+        "hello you False",
+        "2 True",
         "True False",
         "tally (of other packages)",
         "without absent, which cannot be imported "

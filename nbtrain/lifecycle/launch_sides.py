@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from .. import part
 from ..engines import Engine
 from ..findings import Finding
+from ..planning.option_types import Option
 from ..planning.plan import Cell, Plan
 from ..tracking import events as ev
 from ..tracking.state import RunState
@@ -55,6 +56,10 @@ class Companion:
 
 class LaunchSide:
     """What a part does in a launch. A part overrides what it needs."""
+
+    cell_options: Sequence[Option] = ()
+    """Options of ``%%distributed`` for this part; `place` and `before_cell` get their values. An
+    option whose field or flag is taken is left out."""
 
     def check(self, plan: Plan) -> None:
         """Check a plan before anything is started. Raises `NbtrainError` to refuse it."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import FunctionType
 from typing import Any, NoReturn
 
+from .. import part
 from ..errors import PlanError
 from ..findings import Finding
 from ..system.text import did_you_mean, with_article
@@ -35,33 +36,22 @@ MAGIC_ONLY = (
         field="title",
         metavar="NAME",
     ),
-    Option(
-        "--save",
-        "write this cell and the cells before it to a script, then run the cell; the script works "
-        "with python, torchrun and accelerate launch",
-        field="save",
-        part="export",
-        metavar="FILE.py",
-    ),
-    Option(
-        "--new",
-        "start new ranks for this cell, even if live ranks (%%nbtrain start) are running",
-        False,
-        field="new",
-        part="live",
-    ),
-    Option(
-        "--ranks",
-        "which of the live ranks run the cell: 0 or 0,2-3 (by default all)",
-        field="ranks",
-        part="live",
-        metavar="RANKS",
-    ),
 )
-"""The options of magics only. `Plan` has no fields for them."""
+"""The core's options of magics only. `Plan` has no fields for them."""
 
-_BY_FIELD = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY)}
-_CELL_FIELDS = tuple(option.field for option in (*OPTIONS, *MAGIC_ONLY))
+
+@functools.cache
+def cell_options() -> Mapping[str, Option]:
+    """Return the options of ``%%distributed`` by their fields: the core's, then those of parts.
+
+    A part's option whose field or flag is taken is left out.
+    """
+    found, flags = dict[str, Option](), set[str]()
+    for option in (*OPTIONS, *MAGIC_ONLY, *part.cell_options()):
+        own = set(option.flags.split())
+        if option.field not in found and not own & flags:
+            found[option.field], flags = option, flags | own
+    return found
 
 
 def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,18 +296,18 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def parser(
-    fields: Iterable[str] = _CELL_FIELDS,
+    fields: Iterable[str] | None = None,
     prog: str = "%distributed",
     hint: str = " (%%distributed? shows the options)",
     more: Iterable[Option] = (),
 ) -> OptionParser:
-    """Make a parser of the options with these fields, and of `more`. Its help documents them.
+    """Make a parser of the options with these fields (by default all) and of `more`.
 
-    `prog` and `hint` are the start and the end of its errors. Raises `KeyError` for a field that is
-    no option.
+    Its help documents them. `prog` and `hint` are the start and the end of its errors. Raises
+    `KeyError` for a field that is no option.
     """
-    result = OptionParser(prog, hint)
-    for option in (*(_BY_FIELD[field] for field in fields), *more):
+    result, known = OptionParser(prog, hint), cell_options()
+    for option in (*(known[field] for field in (known if fields is None else fields)), *more):
         traits: dict[str, Any] = {"metavar": option.metavar, "type": _make_reader(option)}
         if option.is_switch:
             traits = {"action": "store_false" if option.default else "store_true"}
@@ -341,7 +331,7 @@ def check_parsed(parsed: argparse.Namespace, more: Iterable[Option] = ()) -> arg
 
     Raises `PlanError` for one out of range. Attributes that are no options, nor of `more`, stay.
     """
-    options = _BY_FIELD | {option.field: option for option in more}
+    options = {**cell_options(), **{option.field: option for option in more}}
     for name, value in vars(parsed).items():
         if (option := options.get(name)) is not None:
             setattr(parsed, name, option.convert(value))

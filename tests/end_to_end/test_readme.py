@@ -13,9 +13,8 @@ import pytest
 import nbtrain
 from nbtrain import errors
 from nbtrain.commands import cli, magics
-from nbtrain.planning.option_parser import MAGIC_ONLY
+from nbtrain.planning.option_parser import cell_options
 from nbtrain.planning.option_types import ENGINES, PRECISIONS, VIEWS
-from nbtrain.planning.plan import OPTIONS
 from nbtrain.tracking import events, run_folder
 from tests.support.kernel import Notebook
 from tests.support.paths import NOTEBOOKS, ROOT
@@ -102,7 +101,7 @@ def _name(page: Path) -> str:
 
 def test_the_options_page_lists_every_option_with_its_choices() -> None:
     page = reference("magics")
-    for option in (*OPTIONS, *MAGIC_ONLY):
+    for option in cell_options().values():
         for flag in option.flags.split():
             assert f"`{flag}" in page, flag
     for choice in (*ENGINES, *PRECISIONS, *VIEWS):
@@ -111,7 +110,7 @@ def test_the_options_page_lists_every_option_with_its_choices() -> None:
 
 def test_the_options_are_keywords_of_launch_as_the_page_says() -> None:
     page, keywords = reference("magics"), inspect.signature(nbtrain.launch).parameters.keys()
-    options = {option.argument for option in (*OPTIONS, *MAGIC_ONLY)}
+    options = {option.argument for option in cell_options().values()}
     assert options - keywords == {"bind", "title", "save", "new", "ranks"}
     assert "not `--as`, `--name`, `--save`, `--ranks` and `--new`" in page
     for name in options & keywords:

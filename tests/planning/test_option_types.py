@@ -29,7 +29,7 @@ def test_a_plan_has_a_field_for_every_option_of_the_table() -> None:
     assert all(getattr(plan, option.field) == option.default for option in OPTIONS)
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, *parsing.MAGIC_ONLY], ids=lambda option: option.field)
+@pytest.mark.parametrize("option", parsing.cell_options().values(), ids=lambda option: option.field)
 def test_a_flag_without_anything_is_its_default_and_is_documented(
     option: Option,
 ) -> None:

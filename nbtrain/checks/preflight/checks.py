@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from ... import part
 from ...findings import Finding
 from ...planning import option_types
-from ...planning.option_parser import MAGIC_ONLY
+from ...planning.option_parser import cell_options
 from ...planning.option_types import ENGINES
-from ...planning.plan import OPTIONS
 from ...planning.shared_handles import Kind
 from ...system.accelerator_guard import GPUS
 from ...system.gpus import ComputeMode, Holder
@@ -38,7 +37,7 @@ def check_disabled_options(facts: Facts) -> Iterator[Finding]:
     if words:
         words -= {name.replace("-", "_") for name in option_types.engine_plugins()}
         words -= {each.switch for each in part.parts().values()}
-        words -= {name for option in (*OPTIONS, *MAGIC_ONLY) for name in option.names}
+        words -= {name for option in cell_options().values() for name in option.names}
     if unknown := sorted(words):
         text = f"{option_types.DISABLED} names {', '.join(unknown)}, which is no option or engine."
         yield Finding("disabled-unknown", text, "Whoever set the variable should correct it.")

@@ -5,11 +5,21 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
-from ...part_api import Cell, LaunchSide
+from ...part_api import Cell, LaunchSide, Option
 
 
 class ExportLaunch(LaunchSide):
     """Writes the script before the cell runs."""
+
+    cell_options = (
+        Option(
+            "--save",
+            "write this cell and the cells before it to a script, then run the cell; the script "
+            "works with python, torchrun and accelerate launch",
+            field="save",
+            metavar="FILE.py",
+        ),
+    )
 
     def before_cell(
         self,

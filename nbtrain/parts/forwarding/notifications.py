@@ -9,9 +9,8 @@ import platform
 from collections.abc import Sequence
 
 from ...hangs import verdict
-from ...part_api import RunFolder, RunState, clock, run_texts, shorten
+from ...part_api import RunFolder, RunState, clock, mask_text, run_texts, shorten
 from ...part_api import events as ev
-from ...planning.secrets import mask_text
 from ...tracking.limits import MAX_NOTE_CHARS
 from ...ui import rank_texts
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...lifecycle.run_info import run_info
-from ...part_api import MAX_TEXT_CHARS, RunFolder, RunState
+from ...part_api import MAX_TEXT_CHARS, RunFolder, RunState, mask_text, strip_escapes
 from ...part_api import events as ev
 from ...planning.option_types import OF_ALL
-from ...planning.secrets import mask_text
-from ...system.text import strip_escapes
 from ...tracking.overview import history
 from ...ui.limits import REPORT_INTERVAL_S
 from .notifications import reason

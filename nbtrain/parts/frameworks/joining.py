@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from ...part_api import CONNECT_TIMEOUT_S, is_loopback, patch, when_imported
-from ...tracking.launch_log import LOGGER
+from ...part_api import CONNECT_TIMEOUT_S, LOGGER, is_loopback, patch, when_imported
 from .world import World, addresses, current_world
 
 TF_CONFIG = "TF_CONFIG"

@@ -14,9 +14,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ...checks.preflight import raise_if_refused
-from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task, task_values
+from ...part_api import Engine, Finding, Plan, PlanError, SpawnEngine, Task, attempt, task_values
 from ...system import accelerator_guard
-from ...tracking.launch_log import attempt
 
 PACKAGES = {
     "JAX": frozenset({"jax", "jaxlib", "flax", "optax", "equinox", "chex", "haiku", "orbax"}),

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from types import FunctionType
 
-from ...part_api import Cell, Engine, Finding, LaunchSide, Plan, Task, task_values
+from ...part_api import Cell, Engine, Finding, LaunchSide, Plan, Task, attempt, task_values
 from ...system import accelerator_guard
-from ...tracking.launch_log import attempt
 
 _NAMES = ("tensorflow", "jax", "keras", "tf_keras")
 

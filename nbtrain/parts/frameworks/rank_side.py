@@ -9,9 +9,18 @@ from functools import partial
 from types import CodeType, ModuleType
 from typing import Any
 
-from ...part_api import Cell, EventWriter, RankContext, RankSide, Task, hooks, load, when_imported
+from ...part_api import (
+    Cell,
+    EventWriter,
+    RankContext,
+    RankSide,
+    Task,
+    guard_step,
+    hooks,
+    load,
+    when_imported,
+)
 from ...system import accelerator_guard
-from ...worker.hooks.guard import guard_step
 from . import LIBRARIES, VARIABLES
 
 _WATCHED = {

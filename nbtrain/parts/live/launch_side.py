@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...part_api import CellPlace, Engine, LaunchSide, Plan, PlanError
+from ...part_api import CellPlace, Engine, LaunchSide, Option, Plan, PlanError
 
 if TYPE_CHECKING:
     from ...part_api import Display
@@ -16,6 +16,21 @@ if TYPE_CHECKING:
 
 class LiveLaunch(LaunchSide):
     """Sends cells to live ranks; imports nothing where there never were any."""
+
+    cell_options = (
+        Option(
+            "--new",
+            "start new ranks for this cell, even if live ranks (%%nbtrain start) are running",
+            False,
+            field="new",
+        ),
+        Option(
+            "--ranks",
+            "which of the live ranks run the cell: 0 or 0,2-3 (by default all)",
+            field="ranks",
+            metavar="RANKS",
+        ),
+    )
 
     def place(self, options: Namespace) -> CellPlace | None:
         """Return the live ranks as the place for a cell; None with ``--new``, or if there are none.

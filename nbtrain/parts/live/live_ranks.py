@@ -38,6 +38,7 @@ from ...part_api import (
     LaunchError,
     Listener,
     NbtrainError,
+    Option,
     Plan,
     PlanError,
     RankDied,
@@ -57,7 +58,7 @@ from ...part_api import (
     task_values,
     with_article,
 )
-from ...planning.option_types import SECONDS, Option, variable_name
+from ...planning.option_types import SECONDS, variable_name
 from ...system.files import SMALL_FILE_BYTES
 from ...transport.weights.models import Part
 from . import limits

@@ -33,6 +33,7 @@ from ...part_api import (
     failing_plan,
     fill_memory_file,
     hooks,
+    mark_stopping,
     payload,
     rank_context,
     read_appended,
@@ -40,7 +41,6 @@ from ...part_api import (
     scope,
     task_values,
 )
-from ...tracking.run_folder import mark_stopping
 from ...transport.weights.models import find_parts
 from ...worker import main
 from ...worker.output.rich_output import RichOutput

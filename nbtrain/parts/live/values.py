@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
-from ...part_api import NbtrainError, fill_memory_file, result_pickler, task_values
-from ...system.text import short_repr
+from ...part_api import NbtrainError, fill_memory_file, result_pickler, short_repr, task_values
 from ...transport.weights.models import Part, find_parts, is_sharded, unwrap
 from ...transport.weights.tensors import fingerprints
 from .model_state import select_stateful, shapes

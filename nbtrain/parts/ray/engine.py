@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ...engines.process.interpreter import interpreter_command
 from ...part_api import (
     CONNECT_TIMEOUT_S,
     SIGNALS,
@@ -36,13 +35,14 @@ from ...part_api import (
     Ranks,
     clock,
     event_tail,
+    interpreter_command,
     new_events,
+    own_address,
     payload,
+    rank_environment,
 )
 from ...part_api import events as ev
-from ...system import network
 from ...system.files import Tail
-from ...worker.rank_environment import rank_environment
 from . import dependencies
 from .driver import Driver
 from .node_ranks import NodeOrder, node_events
@@ -344,7 +344,7 @@ class RayEngine(Engine):
             return "127.0.0.1"
         address, _ = cluster_address(plan.address, os.environ)
         host = (address or "").rpartition(":")[0].strip("[]")
-        return network.own_address(host or _ELSEWHERE) or "127.0.0.1"
+        return own_address(host or _ELSEWHERE) or "127.0.0.1"
 
     def prepare(self, plan: Plan) -> None:
         """Reserve nodes, check them, and send the payload of the ranks.

@@ -9,10 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ...part_api import EventWriter, Finding, Observer, clock
+from ...part_api import REPORT_INTERVAL_S, EventWriter, Finding, Observer, clock, hooks
 from ...part_api import events as ev
-from ...worker.hooks import notify
-from ...worker.limits import REPORT_INTERVAL_S
 from ...worker.observers.data_loading import tensors
 from . import xla
 
@@ -55,7 +53,7 @@ class CompilationMeter(Observer):
         with self._lock:
             if self._is_reported:
                 self._is_reported = False
-                notify.on_phase("")
+                hooks.notify.on_phase("")
 
     def on_batch(self, iterator: Any, batch: Any, began: float, is_ahead: bool) -> None:
         """Prepare a note on the first batch with other shapes: a program fits only its own."""
@@ -80,7 +78,7 @@ class CompilationMeter(Observer):
             under_way = self._is_under_way(counts)
             if under_way != self._is_reported:
                 self._is_reported = under_way
-                notify.on_phase("compiling" if under_way else "")
+                hooks.notify.on_phase("compiling" if under_way else "")
             self._done = min(self._done, counts.done)  # the user may have cleared the counts
             if counts.done > self._done:
                 self._done, now = counts.done, clock.now()

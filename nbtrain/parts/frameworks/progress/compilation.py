@@ -7,9 +7,8 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from ....part_api import patch
+from ....part_api import hooks, patch
 from ....tracking.limits import TIMELINE_BIN_S
-from ....worker.hooks import notify
 
 
 def watch_jax(module: ModuleType, *_: object) -> None:
@@ -53,7 +52,7 @@ class _Compiling:
         with self._lock:
             if not self._is_over:
                 self._is_reported = True
-                notify.on_phase("compiling")
+                hooks.notify.on_phase("compiling")
 
     def end(self) -> None:
         """End the phase, if it was reported."""
@@ -61,4 +60,4 @@ class _Compiling:
         with self._lock:
             self._is_over = True
             if self._is_reported:
-                notify.on_phase("")
+                hooks.notify.on_phase("")

@@ -9,12 +9,18 @@ from collections.abc import Callable, Collection, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ....part_api import EventWriter, clock, hooks, patch, rank_context
+from ....part_api import (
+    REPORT_INTERVAL_S,
+    EventWriter,
+    Observer,
+    clock,
+    guard_step,
+    hooks,
+    patch,
+    rank_context,
+)
 from ....part_api import events as ev
 from ....worker import api
-from ....worker.hooks.guard import guard_step
-from ....worker.hooks.observer import Observer, notify
-from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.trainings import TrainingCount
 
 _PURPOSE = "reporting the progress of Keras"
@@ -200,12 +206,12 @@ def _learning_rate(model: Any, before: float | None) -> float | None:
 
 
 _TORCH_EVENTS = (
-    notify.on_batch_indexes,
-    notify.on_batch,
-    notify.on_loader_end,
-    notify.on_fetch_or_backward,
-    notify.on_loss_scaling,
-    notify.on_backward,
+    hooks.notify.on_batch_indexes,
+    hooks.notify.on_batch,
+    hooks.notify.on_loader_end,
+    hooks.notify.on_fetch_or_backward,
+    hooks.notify.on_loss_scaling,
+    hooks.notify.on_backward,
 )
 
 

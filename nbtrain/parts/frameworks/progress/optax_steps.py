@@ -12,11 +12,17 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from ....part_api import EventWriter, clock, hooks, patch, rank_context
+from ....part_api import (
+    REPORT_INTERVAL_S,
+    EventWriter,
+    Observer,
+    clock,
+    guard_step,
+    hooks,
+    patch,
+    rank_context,
+)
 from ....part_api import events as ev
-from ....worker.hooks.guard import guard_step
-from ....worker.hooks.observer import Observer
-from ....worker.limits import REPORT_INTERVAL_S
 from ....worker.observers.totals.training_place import TrainingPlace
 
 _PURPOSE = "counting the steps of optax"
