@@ -37,7 +37,7 @@ from ..system import gpus, host
 from ..system.source_files import cell_name
 from ..system.text import plural, with_article
 from ..tracking import clock, launch_log, run_folder
-from ..tracking.launch_log import LOGGER
+from ..tracking.launch_log import LOGGER, attempt
 from ..tracking.replay import initial_state
 from ..tracking.state import RunState
 from ..transport import result_pickler
@@ -360,7 +360,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
 
 def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Display:
     """Return what shows a run: the display of a part, or the board and its outputs."""
-    shown = (side.display(plan, engine, choose) for side in launch_sides())
+    looks = (partial(side.display, plan, engine, choose) for side in launch_sides())
+    shown = (attempt("the display of a part", look, None) for look in looks)
     of_part = next((each for each in shown if each is not None), None)
     return of_part or select.with_outputs(choose(inline=engine.runs_in_kernel))
 
@@ -527,8 +528,6 @@ def make_job(
         in_notebook=getattr(ipython_shell(), "kernel", None) is not None,
         shared_classes=result_pickler.notebook_classes(),
     )
-    for side in launch_sides():
-        job = side.complete_job(job, engine)
     launch_log.keep_in(job.folder.launcher_log)
     LOGGER.info(
         "nbtrain %s, Python %s, torch %s, %s, process %d",

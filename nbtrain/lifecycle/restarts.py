@@ -25,7 +25,7 @@ from ..transport.job import Job
 from ..worker import checkpoints
 from ..worker.rank_context import sides_of
 from . import imports_ahead, limits
-from .launch_sides import companions
+from .launch_sides import companions, launch_sides
 from .supervisor import Interrupts, Supervisor
 
 SCRATCH_PREFIX = "nbtrain-"
@@ -54,10 +54,6 @@ def run_attempts(
     one's results are renamed and its weights deleted. The temporary folder is deleted.
     """
     supervisor.interrupts = interrupts
-    supervisor.companions += companions(job, engine, supervisor.request_stop)
-    job = replace(job, plan=job.plan.hide_notify_addresses())
-    if not engine.ranks_stay:
-        job = replace(job, scratch=_create_scratch())
     reaper: OrphanReaper | None = None
 
     def protect() -> None:
@@ -65,8 +61,14 @@ def run_attempts(
         if reaper is None and job.scratch and not engine.runs_in_kernel:
             reaper = OrphanReaper(job.scratch)
 
-    supervisor.sample_gpu_memory()
     try:
+        for side in launch_sides():
+            job = side.complete_job(job, engine)
+        supervisor.companions += companions(job, engine, supervisor.request_stop)
+        job = replace(job, plan=job.plan.hide_notify_addresses())
+        if not engine.ranks_stay:
+            job = replace(job, scratch=_create_scratch())
+        supervisor.sample_gpu_memory()
         if not _import_ahead(engine, job, supervisor, interrupts):
             supervisor.finish()
             return None

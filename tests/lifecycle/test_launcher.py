@@ -13,7 +13,8 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import PlanError, PreflightError
-from nbtrain.lifecycle import launcher
+from nbtrain.lifecycle import launch_sides, launcher, restarts
+from nbtrain.lifecycle.launch_sides import LaunchSide
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
 from nbtrain.planning.plan import Call, Plan
@@ -158,6 +159,29 @@ def test_a_view_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(RuntimeWarning, match="the display failed"):
         run = nbtrain.launch(lambda: 7, num_processes=1, view="text")
     assert run.value == 7
+
+
+@pytest.mark.parametrize("method", ["complete_job", "companion", "display"])
+def test_a_part_that_fails_leaves_no_run_without_an_end(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(LaunchSide):
+        pass
+
+    def fail(*_: object) -> None:
+        raise ValueError("the part failed")
+
+    setattr(Failing, method, fail)
+    everywhere = lambda: (Failing(),)  # noqa: E731
+    for module in (launch_sides, launcher, restarts):
+        monkeypatch.setattr(module, "launch_sides", everywhere)
+    if method == "display":  # which only shows the run
+        assert nbtrain.launch(int, num_processes=1, view="none").state.status == "succeeded"
+        return
+    with pytest.raises(ValueError, match="the part failed"):
+        nbtrain.launch(int, num_processes=1, view="none")
+    run = nbtrain.last_run()
+    assert (run.state.status, run.state.explanation) == ("failed", "ValueError: the part failed")
 
 
 def test_a_result_that_is_damaged_is_named() -> None:
