@@ -22,7 +22,6 @@ import dis
 import functools
 import inspect
 import linecache
-import re
 import sys
 import textwrap
 from collections import Counter, deque
@@ -553,7 +552,7 @@ def unsynced_models(plan: Plan) -> dict[str, Any]:
     seen = {id(variables), *map(id, synced_objects(plan).values())}
     found: dict[str, Any] = {}
     for name, value in {**models(plan.task), **named_values(plan.task)}.items():
-        variable = re.split(r"[.[]", name)[0]
+        variable = name.replace("[", ".").partition(".")[0]
         if variable in skipped or variable.startswith("_") or id(value) in seen:
             continue
         for path, part in {"": value, **contained_values(value)}.items():

@@ -190,7 +190,7 @@ def _run_and_report(
             writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
             sender = ResultSender(job, rank, writer)
             if sender.needs_first_steps:
-                hooks.add(sender)
+                hooks.add(sender, hooks.notify.on_first_step)
             if not (job.in_kernel or job.ranks_stay):
                 renew_accelerate_state(job.plan)
             task_values.forget_references(job.plan.task)

@@ -169,9 +169,10 @@ def _recording_method(event: Any) -> Callable[..., None]:
     return method
 
 
-for _event in EVENTS:
-    if _event.name not in ("on_training_end", "on_module_change", "on_fetch_or_backward"):
-        setattr(_Recorder, _event.name, _recording_method(_event))
+_LEFT_OUT = ("on_training_end", "on_module_change", "on_fetch_or_backward")
+_RECORDED = [event for event in EVENTS if event.name not in _LEFT_OUT]
+for _event in _RECORDED:
+    setattr(_Recorder, _event.name, _recording_method(_event))
 
 
 class Written:
@@ -200,7 +201,7 @@ def record(loop: Callable[[], None]) -> list[Line]:
         hooks.add(StepMeter(context(figures)))
         hooks.add(DataLoadingMeter(figures, context(figures).writer, 0))
         hooks.add(LossMeter(context(figures)))
-        hooks.add(recorder)
+        hooks.add(recorder, *_RECORDED)
         hooks.begin_steps()
         loop()
     return recorder.lines

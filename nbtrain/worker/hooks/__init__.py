@@ -27,7 +27,7 @@ from . import (
 )
 from . import transformers as trainer
 from .hook_state import state
-from .observer import EVENTS, Event, Observer, notify
+from .observer import Event, Observer, notify
 
 __all__ = ["Observer", "add", "begin_steps", "begin_task", "drop", "notify"]
 
@@ -121,15 +121,13 @@ def begin_steps() -> None:
 def add(
     observer: Observer | Any, *events: Event[...], without: Collection[Event[...]] = ()
 ) -> None:
-    """Notify an observer from now on, of some `events` or of all that it has a method for.
+    """Notify an observer from now on, of some `events` or of all that its class has a method for.
 
     Of those `without` it is not notified, nor are libraries patched for them.
     """
     purpose = getattr(observer, "purpose", Observer.purpose)
-    for event in events or EVENTS:
-        method = getattr(type(observer), event.name, None)
-        is_own = method is not None and method is not getattr(Observer, event.name)
-        if is_own and event not in without:
+    for event in events or observer.own_events:
+        if event not in without:
             listener = purpose, getattr(observer, event.name)
             for watch in () if event.listeners or event in _lasting else _WATCH.get(event, ()):
                 watch()

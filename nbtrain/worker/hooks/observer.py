@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec
 
 from . import guard
 from .hook_state import state
@@ -20,6 +20,12 @@ class Observer:
     """
 
     purpose = "telemetry"
+    own_events: ClassVar[tuple[Event[...], ...]] = ()
+    """Those that the class has a method for."""
+
+    def __init_subclass__(cls) -> None:
+        own = (e for e in EVENTS if getattr(cls, e.name) is not getattr(Observer, e.name))
+        cls.own_events = tuple(own)
 
     def on_optimizer_init(self, optimizer: Any) -> None:
         """An optimizer of torch's or fastai's is about to be made: its id may be of a dead one."""

@@ -117,7 +117,7 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
 
 def test_each_event_is_told_of_by_something() -> None:
     of_the_rank = {hooks.notify.on_training_end}
-    assert set(hooks.EVENTS) - set(hooks._WATCH) == of_the_rank
+    assert set(EVENTS) - set(hooks._WATCH) == of_the_rank
 
 
 def test_forked_ranks_inherit_the_patches_of_the_hooks_and_the_notebook_keeps_none() -> None:
