@@ -398,7 +398,8 @@ class LiveRanks:
         if rank not in self._channels:
             raise OSError(f"rank {rank} has ended")
         if message["do"] in ("run", "put"):
-            message = {**message, "reloaded": self._reloaded.take(rank)}
+            path = [] if self._are_far else sys.path
+            message = {**message, "path": path, "reloaded": self._reloaded.take(rank)}
         self._channels[rank].send(message, data)
 
     def receive(self, ranks: Collection[int], timeout: float) -> dict[int, Message | None]:

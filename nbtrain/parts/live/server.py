@@ -120,7 +120,7 @@ class LiveRank:
                     os.close(data)
                 raise KeyboardInterrupt
             try:
-                self._reload(message, data)
+                self._follow_imports(message, data)
                 answer = self._ACTIONS[message["do"]](self, message, data)
             except Exception as error:  # of the message: the rank stays
                 answer = {"error": f"{type(error).__name__}: {error}"}
@@ -131,11 +131,13 @@ class LiveRank:
         signal.signal(signal.SIGINT, idle)
         return answer
 
-    def _reload(self, message: Message, data: int | None) -> None:
-        """Reload the modules that the notebook has reloaded, including those that failed before.
+    def _follow_imports(self, message: Message, data: int | None) -> None:
+        """Import from where the notebook does, and reload what it has reloaded.
 
-        Raises what a module raises, after closing `data`.
+        Modules that failed before are reloaded again. Raises what a module raises, after closing
+        `data`.
         """
+        sys.path[:0] = [each for each in message.get("path", ()) if each not in sys.path]
         self._reloaded |= message.get("reloaded", {})
         try:
             reload_modules(self._reloaded)
