@@ -131,6 +131,15 @@ class Looks(nn.Linear):
         return super().forward(x) if x.sum() > 0 else -x
 
 
+@pytest.fixture(scope="module")
+def models_imported() -> None:
+    """Import once what builds models: it runs in forked copies of this process."""
+    import transformers
+
+    assert transformers.BertForSequenceClassification, transformers.ViTForImageClassification
+
+
+@pytest.mark.usefixtures("models_imported")
 @pytest.mark.parametrize(
     ("model", "batch", "words"),
     [
