@@ -168,9 +168,11 @@ def _same_batches(samples: list[ev.WorkSample], remedy: str) -> Finding:
 
 
 def _find_different_weights(samples: list[ev.WorkSample]) -> Finding | None:
-    """Find ranks of a process group whose final weights differ, though no code asks for its rank.
+    """Return a finding if ranks of a process group ended with different weights, else None.
 
-    Before the end they may differ: ranks may average their weights only at intervals.
+    No finding if a rank has not ended, its weights are unknown, its code uses its rank or wraps the
+    model, or if weights differ in shape or ranks in their steps. The caller checks that the ranks
+    are in a process group.
     """
     weights = {sample.weights for sample in samples}
     shapes = {sample.weights.partition(" ")[0] for sample in samples}  # of stages, they differ

@@ -106,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command that was parsed; return the exit code.
 
-    Without a command, print the version or the help. Raises `NbtrainError` if the command fails,
-    and `IndexError` for a rank that the run does not have.
+    Without a command, print the help, or the version with ``--version``, and return 0. Raises
+    `NbtrainError` if the command fails, and `IndexError` for a rank that the run does not have.
     """
     if of_part := part.shell_commands().get(options.command):
         return int(part.load(of_part.run)(options))

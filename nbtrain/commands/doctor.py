@@ -319,7 +319,11 @@ def accelerators(listed: Sequence[Gpu], visible: int, others: Sequence[str]) -> 
 
 
 def _versions(build: TorchBuild | None, trouble: str) -> Iterator[Row]:
-    """Yield the versions of torch and of the packages that nbtrain uses, and which are missing."""
+    """Yield rows: torch, the packages that nbtrain uses, those that are missing, and parts.
+
+    `trouble` is the row of torch without a build. Rows of missing packages, of other packages'
+    parts and of broken parts come only if there are any.
+    """
     yield "torch", f"{build.version}, built for {build.label}" if build else trouble
     packages = _packages()
     yield (
@@ -407,7 +411,10 @@ def _run_folders(root: Path) -> dict[str, Any]:
 
 
 def _process() -> Iterator[Row]:
-    """Yield which accelerators this process has initialised, and what nbtrain has patched in it."""
+    """Yield rows with the accelerators of this process, and with what nbtrain has patched in it.
+
+    There is always a row for accelerators. Each module that patches has a row.
+    """
     for line in cell_watch.accelerator_status_text().splitlines():
         yield "", line
     patched: dict[str, list[str]] = {}

@@ -35,7 +35,10 @@ parts, and 'auto', which `choose` resolves.
 
 
 def get(name: str) -> Engine:
-    """Return an engine for one launch. Raises `PlanError` if it cannot be imported."""
+    """Return an engine for one launch.
+
+    Raises `PlanError` if there is no engine of this name here, or if it cannot be imported.
+    """
     reference = ENGINE_CLASSES.get(name) or part.engines().get(name)
     reference = reference or engine_plugins().get(name)
     if reference is None:

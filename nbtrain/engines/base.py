@@ -124,8 +124,9 @@ class Engine(ABC):
         """Fill in the engine, the number of ranks and the precision; return plan and device type.
 
         Without `num_processes`, there is one rank per GPU of this host, or per device of another
-        type. The device type is "cuda", "cpu" or `device`. Raises `PlanError` if the engine cannot
-        run the plan or refuses one of its options. Nothing has been started then.
+        type, or 2 on the CPU without any. The device type is the engine's `device`, else "cuda" or
+        "cpu". Raises `PlanError` if the engine cannot run the plan or refuses one of its options.
+        Nothing has been started then.
         """
         self.check_options(plan)
         env = {**os.environ, **plan.env}

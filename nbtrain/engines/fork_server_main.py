@@ -74,10 +74,10 @@ def _plugins() -> list[str]:
 
 
 def _import(names: Sequence[str]) -> frozenset[str]:
-    """Import modules; return the accelerators and frameworks that they initialised.
+    """Import modules, and freeze the garbage collector's objects.
 
-    Empty if the process can still fork. A module that cannot be imported is skipped: the ranks
-    raise its error.
+    Returns the accelerators and frameworks that this process has initialised; empty if it can still
+    fork. A module that cannot be imported is skipped: the ranks raise its error.
     """
     is_collecting = gc.isenabled()
     gc.disable()  # imports leave no garbage

@@ -66,7 +66,7 @@ class SpawnEngine(Engine):
         """Start every rank and the process of their store; return while they run.
 
         Pickles the plan first if `prepare` did not. Raises `LaunchError` if a port or a process is
-        refused. Ranks that were started are killed before it is raised, and before an interrupt is.
+        refused. Started ranks are killed before any error or interrupt is raised.
         """
         if self._parcel is None:
             self.prepare(job.plan)

@@ -77,8 +77,8 @@ class ExitCauses:
     def find_cause(self, rank: RankState, returncode: int | None, was_killed: bool) -> Cause:
         """Return what this host knows about the end of a rank; an empty `Cause` if nothing.
 
-        For a SIGKILL that nbtrain did not send (`was_killed`), that is whether memory ran out; call
-        it once per rank. For an exit code without a reported failure, it is a full disk.
+        For SIGKILL: whether memory ran out, but nothing if nbtrain sent it (`was_killed`); call it
+        once per rank. For an exit code without a reported failure: whether the disk is full.
         """
         folder = self._folder
         if returncode == -signal.SIGKILL:

@@ -301,7 +301,10 @@ def _describe_ended(seen: Observation, ranks: Iterable[int]) -> list[str]:
 
 
 def _describe_places(seen: Observation, ranks: Iterable[int], *, past: bool = False) -> list[str]:
-    """Return in words where ranks are, one text per place."""
+    """Return in words where ranks are, one text per place; after `MAX_NAMED` places, a count.
+
+    A rank without a stack is described by the reason. Empty without ranks.
+    """
     places: dict[tuple[str, bool], list[int]] = {}
     for rank in ranks:
         stack = seen.stacks.get(rank, RankStack(rank, trouble="was not asked"))

@@ -72,9 +72,10 @@ def _explain_different_calls(
 
 
 def describe_others(dead: RankState, state: RunState, place_of: Callable[[RankState], str]) -> str:
-    """Describe the last collectives of other failed ranks, when `dead` left no record.
+    """Describe the last collectives of other failed ranks, of the first `MAX_NAMED` at most.
 
-    Ranks whose record has no collective are left out; "" if all are.
+    Used when `dead` left no record. Ranks whose record has no collective are left out; "" if all
+    are.
     """
     texts = []
     for rank in state.ranks:

@@ -147,7 +147,10 @@ def register_for_stacks(folder: RunFolder, rank: int, lost: Lost = MappingProxyT
 
 
 def _share_stacks_file(process_folder: RunFolder, folder: RunFolder, rank: int, lost: Lost) -> bool:
-    """Link the stacks file of the process into a run's folder, and return whether that worked."""
+    """Make the process write its stacks into `process_folder`; link that file into a run's folder.
+
+    Returns whether the link was made; never raises. `lost` is what the process lost in its fork.
+    """
     register_for_stacks(process_folder, rank, lost)
     with contextlib.suppress(OSError):  # the folder was deleted, or has no hard links
         os.link(process_folder.stacks(rank), folder.stacks(rank))

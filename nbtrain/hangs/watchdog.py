@@ -98,7 +98,11 @@ class HangWatchdog:
                 self._groups[event.name] = frozenset(event.members)
 
     def _note_progress(self, rank: int, now: float) -> None:
-        """Take note that a rank has made progress, and start the early checks again."""
+        """Note that a rank has made progress, and start the early checks again.
+
+        If the last report named the rank as stuck or waiting, all that it named count as having
+        made progress, too.
+        """
         self._progress_at[rank] = now
         is_early_check_done = self._next_check_after_s != limits.DEADLOCK_CHECK_AFTER_S
         if is_early_check_done or self._limit_s != self._hang_after_s:
@@ -195,7 +199,7 @@ class HangWatchdog:
         return self._report(report)
 
     def _report(self, report: HangReport | None) -> list[ev.Hang]:
-        """Remember a report, and return its event; None clears the last report.
+        """Remember a report, and return its event. Without a report, the event's text is empty.
 
         Empty if the report is the same as the last one.
         """

@@ -103,9 +103,10 @@ def find_run(beginning: str = "") -> Run:
 
 
 def stop(run: Run, how: str, command: str) -> str:
-    """End a run; return its outcome as text. For an ended run, list how `command` ends others.
+    """End a run, wait for its end, and return its outcome as text.
 
-    An interrupt during the wait raises `KeyboardInterrupt`, and the run still stops.
+    For an ended run, list how `command` ends others. An interrupt during the wait raises
+    `KeyboardInterrupt`, and the run still stops.
     """
     if not run.state.is_over:
         run.stop(how)

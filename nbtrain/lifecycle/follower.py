@@ -115,9 +115,10 @@ class Follower:
         self.state = fold(self.state, [*before, *ready, *after, *closing])
 
     def _is_watched(self) -> bool:
-        """Whether the process that watches the run is running. Reaps it if it was a child.
+        """Return whether the process that watches the run is running. Reaps it if it was a child.
 
-        A run's folder that is missing may just be being replaced: it is waited for, 5 s at most.
+        A run's folder that is missing may just be being replaced: it is waited for, 5 s at most,
+        then it is False.
         """
         if self._supervisor is not None:
             with contextlib.suppress(ChildProcessError):

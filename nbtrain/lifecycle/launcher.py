@@ -86,7 +86,10 @@ _refusals: list[str] = []
 
 @contextlib.contextmanager
 def record_refusals() -> Iterator[None]:
-    """Remember why a launch in this block was refused, for `take_refusals`."""
+    """Note why a launch in this block was refused, for `take_refusals`, and raise the error again.
+
+    Only `PlanError` and `PreflightError` count, and only in the main thread.
+    """
     try:
         yield
     except (PlanError, PreflightError) as error:

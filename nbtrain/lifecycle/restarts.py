@@ -49,9 +49,10 @@ def run_attempts(
 ) -> BaseException | None:
     """Start the ranks and watch them, attempt after attempt, until the run has ended.
 
-    Returns an exception of this process, such as a `LaunchError`, and does not raise it; None
-    without one. What other processes raised is in the run's folder. Before a new attempt, the old
-    one's results are renamed and its weights deleted. The temporary folder is deleted.
+    Returns an exception of this process, such as a `LaunchError` or an interrupt, and does not
+    raise it; None without one. What other processes raised is in the run's folder. Before a new
+    attempt, the old one's results are renamed and its weights deleted. The temporary folder is
+    deleted.
     """
     supervisor.interrupts = interrupts
     reaper: OrphanReaper | None = None

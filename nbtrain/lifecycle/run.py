@@ -269,7 +269,8 @@ class Run:
     def _log_lines(self, rank: int, tail: int | None) -> list[str]:
         """Return the lines that a rank printed: all, or the last `tail` of the last MiB.
 
-        Empty without a log. Raises `NbtrainError` if the run's folder was deleted.
+        Empty without a log, or with a `tail` of 0 or less. Raises `NbtrainError` if the run's
+        folder was deleted.
         """
         try:
             with open_regular(self._folder.log(rank)) as file:

@@ -57,8 +57,8 @@ class Config:
 def apply_config(plan: Plan) -> tuple[Plan, list[Finding]]:
     """Return the plan with the settings of its `config` file, and findings about overridden ones.
 
-    The plan's own values win. A plan without `config` is returned as it is. Raises `PlanError` for
-    a file that cannot be used.
+    The plan's own values win. Without `config`, it is the plan as it is, and no findings. Raises
+    `PlanError` for a file that cannot be used.
     """
     if plan.config is None:
         return plan, []
@@ -151,7 +151,7 @@ def read_config(name: str, num_processes: int | None = None) -> Config:
 
 
 def _device_config(file: Path, settings: Any) -> DeviceConfig | None:
-    """Return what a part makes of the settings, if they are not for GPUs or CPUs.
+    """Return what the TPU part makes of a config whose distributed_type is XLA; None for others.
 
     Raises `PlanError` if the part is missing, or does not support the settings.
     """

@@ -95,9 +95,10 @@ def title(cell: Cell) -> str:
 
 
 def _first_statement(source: str) -> str:
-    """Return the first statement that is no import, from the beginning of its first line.
+    """Return the first statement that is neither import nor magic, else the first one.
 
-    Magics do not count either. The first statement if there are only such ones.
+    It is returned with all of its lines, from the beginning of the first. Raises `SyntaxError` if
+    `source` is no Python, and `IndexError` if it has no statement.
     """
     lines = source.split("\n")  # not `splitlines`: ast counts lines by \n only
     skipped = ("import ", "from ", "get_ipython()")

@@ -84,8 +84,9 @@ def split_launch_kwargs(
     """Split the keywords of a launch between it and a function with arguments of the same names.
 
     Returns the function's keywords, the options, and notes. `kwargs` are the function's, `options`
-    those of the launch. A value that does not fit the option goes to the function. Raises
-    `PlanError` if both may be meant, and for an unknown name that resembles a known one.
+    those of the launch. A shared name goes to the function if its value does not fit the option;
+    else it is the option, and the function keeps its default. Raises `PlanError` if it has no
+    default, and for an unknown name that resembles a known one.
     """
     name, own = getattr(function, "__name__", "the function"), dict(kwargs)
     left, notes = dict(options), list[Finding]()

@@ -79,7 +79,7 @@ _SECRET_SHAPE = re.compile(
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Return whether a text, bytes or a number is a secret, by its name or its shape.
+    """Return whether a text, bytes or an int is a secret, by its name or, except an int, its form.
 
     False for other types, empty texts, and ordinary words such as ``none``. Only the first 10,000
     characters count.

@@ -107,7 +107,11 @@ def _notice(action: str, matters: Callable[..., bool], original: Any, *args: Any
 
 
 def _calls() -> tuple[str, ...]:
-    """Return the calls that led here, outermost first, beginning with the user's code."""
+    """Return the calls that led here, outermost first, from the first line of the user's code on.
+
+    All calls where the user has no code. nbtrain's own last ones are left out. Of many calls, "…"
+    stands for those in the middle.
+    """
     stack = traceback.extract_stack()
     while stack and is_own(stack[-1].filename):
         stack.pop()

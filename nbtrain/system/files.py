@@ -362,7 +362,11 @@ def file_positions() -> list[FilePosition]:
 
 
 def _position(descriptor: int) -> FilePosition | None:
-    """Return the position of a descriptor, if it is of a file that is only read and has no lock."""
+    """Return the position of a file that is open for reading and without a lock; else None.
+
+    Raises `OSError` if it is closed or has no position (a pipe), and `ValueError` or `LookupError`
+    if this /proc differs from Linux's.
+    """
     about = _fdinfo(descriptor)
     flags = int(about["flags"], 8)
     only_reads = flags & os.O_ACCMODE == os.O_RDONLY and not flags & getattr(os, "O_PATH", 0)
@@ -379,7 +383,11 @@ def _fdinfo(descriptor: int) -> dict[str, str]:
 
 
 def reopen(position: FilePosition) -> int:
-    """Open the same file again at the same offset; return the descriptor. Raises `OSError`."""
+    """Open the file of `position.descriptor`, which must still be open in this process, once more.
+
+    Returns the new descriptor, at the same offset. A moved or deleted file is found, too. Raises
+    `OSError`, with ESTALE if another file would be opened.
+    """
     path = f"/proc/self/fd/{position.descriptor}"  # works for moved and deleted files, too
     own = os.open(path, position.flags | os.O_CLOEXEC)
     if os.path.samestat(os.fstat(own), os.fstat(position.descriptor)):

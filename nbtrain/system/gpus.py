@@ -216,7 +216,11 @@ def describe(nvml: Any) -> tuple[Gpu, ...]:
 
 
 def _describe(nvml: Any, index: int, driver: str) -> Gpu:
-    """Return one GPU of NVML; what a call does not answer is left out."""
+    """Return GPU `index` as NVML describes it.
+
+    What a call does not answer is 0, or "GPU" as the name; `busy` is unknown then. A GPU that NVML
+    cannot open has the name "lost".
+    """
     handle = _call(nvml, nvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return Gpu(index, f"lost-{index}", "lost", driver=driver)

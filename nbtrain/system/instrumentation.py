@@ -44,7 +44,7 @@ def scope() -> Iterator[None]:
 def collect_undos(action: Callable[[], object], undos: list[Undo]) -> None:
     """Run `action`, and add to `undos` what undoes its patches. No `scope` undoes them.
 
-    Other threads may patch meanwhile: only what this thread does is added.
+    Other threads may patch at that time: only what this thread does is added.
     """
     before, _acting.scopes = _open_scopes(), [undos]
     try:

@@ -33,18 +33,19 @@ def format_bytes_of(used: float, limit: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Write a large number by its size: ``1.2 B``, ``86 M``, ``43 k``, ``12``."""
+    """Write a count by its size: ``1.2 B``, ``86 M``, ``43 k``, ``12``."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= unit:
+        if count >= 0.9995 * unit:  # which is rounded to 1.0
             share = count / unit
             return f"{share:.1f} {name}" if share < 10 else f"{share:.0f} {name}"
     return f"{count:g}"
 
 
 def format_number(value: float | str) -> str:
-    """Write a metric with four significant digits, and large or whole numbers without decimals.
+    """Write a metric: a whole number with commas (``1,234``), another with four significant digits.
 
-    Commas separate thousands from 10,000 on. A text stays as it is.
+    Without decimals from 10,000 on (``12,346``), and with an exponent from 1e6 on (``1.235e+06``),
+    except an int. A text stays as it is.
     """
     if isinstance(value, str):
         return value
@@ -52,7 +53,7 @@ def format_number(value: float | str) -> str:
         return str(value)
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
         return f"{int(value):,d}"
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
+    return f"{value:,.0f}" if 9999.5 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def format_rate(value: float) -> str:

@@ -252,9 +252,9 @@ def _average_forwards(points: list[tuple[float, float]], reach: float) -> list[t
 def _place(step: float | None, value: float, end: End | None) -> tuple[float, End]:
     """Return the step of a value on the curve, and the rank's newest point after it.
 
-    A step that is smaller than the last one is either late, and keeps its place, or restarts the
-    count, and continues the curve. A late step is not far back, and after a restart the steps do
-    not continue from the old count.
+    Without a step, it is the next one. A smaller step than the last one is late if it is in the
+    later half of the count: it keeps its place. Else it restarts the count, and continues the
+    curve, until later steps show that it was only late.
     """
     if end is None:
         x = 0.0 if step is None else step

@@ -154,7 +154,10 @@ class EventWriter:
             self._is_torn = written < len(line)
 
     def _recreate_if_deleted(self) -> None:
-        """Create the file again if it was deleted and its folder exists."""
+        """Create the file again, empty and under the same descriptor, if it was deleted.
+
+        Does nothing if it was not, was closed, or cannot be created because its folder is gone.
+        """
         try:
             if not self._has_links or os.fstat(self._fd).st_nlink:
                 return

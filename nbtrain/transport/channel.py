@@ -145,7 +145,7 @@ class Listener:
             self.address = place, self._socket.getsockname()[1]
 
     def accept(self, timeout: float) -> Channel | None:
-        """Wait up to `timeout` seconds for a connection; return its channel if one came.
+        """Wait up to `timeout` (above 0) seconds for a connection; return its channel if one came.
 
         The channel is not trusted yet: see `Channel.trust`. Raises `OSError` if this is closed.
         """

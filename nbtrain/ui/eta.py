@@ -106,7 +106,7 @@ def clock(seconds: float) -> str:
 
 
 def format_coarse(seconds: float) -> str:
-    """Return a duration that changes seldom: < 10 s, 25 s, 7 min, 1:20 h."""
+    """Return a duration that changes seldom: < 10 s, 25 s, 7 min, 1:20 h (in 5 minutes), 3 days."""
     if seconds < 10:
         return "< 10 s"
     if seconds < 100:

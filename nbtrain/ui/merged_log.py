@@ -119,11 +119,12 @@ class _Stack:
 
 
 def _next_line(stacks: Sequence[_Stack], backwards: bool) -> str:
-    """Return the line to place next, without removing it: one that no rank has later.
+    """Return the line to place next, without removing it.
 
-    Forwards, the first rank has precedence, also if each line comes later elsewhere. Backwards, the
-    stack that was used least has it, since the ends of live logs are all of the present moment. At
-    least one stack must have lines.
+    It is the first, by precedence, that no stack has later; if each comes later elsewhere, the
+    first of all. Forwards, the first rank has precedence. Backwards, the stack that was used least
+    has it, since the ends of live logs are all of the present moment. At least one stack must have
+    lines.
     """
     tops = [stack for stack in stacks if stack.lines]
     tops.sort(key=lambda s: (s.popped, -s.ranks[0]) if backwards else (0, s.ranks[0]))

@@ -212,7 +212,8 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     """Return the run in one line: ``2 ranks · fork · cpu · 12 s · about 3 min left``.
 
     With `brief`, leaves out the time left and gives whole seconds while the run lasts: a board
-    sends each change to the page. The time left is also left out during a hang.
+    sends each change to the page. The time left is also left out during a hang, but not for a slow
+    rank.
     """
     parts = [plural(state.world_size, "rank"), state.engine, devices(state)]
     if state.precision != "no":

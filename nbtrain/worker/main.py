@@ -375,7 +375,10 @@ def _set_threads() -> None:
 
 
 def _finish_device_work(context: RankContext) -> None:
-    """Wait for what was queued on a device: a peer may be waiting for this rank's part of it."""
+    """Finish each side's work, and wait for what was queued on a device; raises the device's error.
+
+    A peer may be waiting for this rank's part of it.
+    """
     torch = sys.modules.get("torch")
     for side in sides_of(context.job):
         side.finish_task(context)

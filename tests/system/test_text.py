@@ -53,6 +53,7 @@ def test_durations_have_units(seconds: float, text: str) -> None:
         (math.nan, "nan"),
         (123_456, "123,456"),
         (12_345.6, "12,346"),
+        (9_999.6, "10,000"),
         (2_000_000.0, "2e+06"),
     ],
 )
@@ -61,7 +62,8 @@ def test_metrics_have_four_digits_and_whole_numbers_all(value: float | str, text
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (1500, "1.5 k"), (86e6, "86 M"), (7.2e9, "7.2 B")]
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (999_999, "1.0 M"), (1500, "1.5 k"), (86e6, "86 M"), (7.2e9, "7.2 B")],
 )
 def test_large_counts_are_short(count: float, text: str) -> None:
     assert format_count(count) == text

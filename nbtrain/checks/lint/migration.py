@@ -253,10 +253,10 @@ class _Migration:
         self._change(node.lineno, head.end(), head.end(), ", ".join(names) + more)
 
     def _replace_devices(self) -> None:
-        """Record changes that write ``accelerator.device`` for the devices in the loop's function.
+        """Record changes that write ``accelerator.device`` for each device in the loop's function.
 
-        These are the devices that its source writes out. Raises `_UncertainError` for one that is
-        written over several lines.
+        Counts what its source writes out, and ``.cuda()``. Raises `_UncertainError` for a device
+        that is written over several lines.
         """
         for node in self.source.nodes:
             match node:

@@ -156,7 +156,10 @@ class Source:
                     yield from path.split(".")
 
     def _find_guarded(self) -> Iterator[ast.AST]:
-        """Yield the statements and expressions that only run after a test of the rank."""
+        """Yield the statements and expressions that only run after a test of the rank.
+
+        They are in either branch, or after an early exit.
+        """
         for node in self.nodes:
             match node:
                 case ast.If() | ast.While() if self.mentions_rank(node.test):
@@ -246,7 +249,10 @@ class Source:
         return self.bound[scope][name.id] if scope is not None else []
 
     def value(self, name: ast.Name) -> Any:
-        """Return the notebook's value of a name, or the entry's argument; else MISSING."""
+        """Return a name's value in the notebook, or the entry's argument of that name.
+
+        MISSING if there is neither.
+        """
         scope = self.scope_of_name(name.id, self.scope(name))
         if scope is None:
             return self.namespace.get(name.id, MISSING)

@@ -198,7 +198,10 @@ def _find_unprepared_parts(loop: Loop) -> Iterator[tuple[ast.Name, str, str]]:
 
 
 def _gives_own_part(made: ast.expr, source: Source) -> bool:
-    """Return whether a DataLoader may give each rank its own part of the data."""
+    """Return whether a DataLoader's source shows that each rank may get its own part of the data.
+
+    A sign is a sampler, ``**kwargs``, a split, or the rank. False means that no sign was seen.
+    """
     keywords = made.keywords if isinstance(made, ast.Call) else []
     if any(k.arg in (None, "sampler", "batch_sampler") for k in keywords):
         return True

@@ -18,10 +18,11 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check_uncalled(source: Source, others: Sequence[ast.AST]) -> Iterator[Finding]:
-    """Yield findings for a cell in which only a function that nothing calls trains.
+    """Yield a finding if a cell has a function that trains, but nothing that runs trains.
 
-    `others` are the functions of earlier cells that the cell calls. Below a magic such as
-    ``%%time``, the finding refuses the launch. Nothing for the source of a function.
+    The ranks call a function that is the cell's last statement, except below a magic such as
+    ``%%time``, where the finding refuses the launch. `others` are the functions of earlier cells
+    that the cell calls. Nothing for the source of a function.
     """
     if not isinstance(source.tree, ast.Module):
         return

@@ -67,9 +67,9 @@ class ChildRanks(Ranks):
     def wait(self, timeout: float) -> list[Exit]:
         """Wait `timeout` seconds at most until ranks end; reap them and kill what they started.
 
-        Returns their ends, or an empty list, also before the timeout. If the store's process has
-        ended, all ranks are killed: otherwise they would wait for it for half an hour. Their
-        `Exit.cause` is that reason.
+        Returns those that ended; the list may be empty before the timeout, too. If the store's
+        process has ended, all ranks are killed: otherwise they would wait for it for half an hour.
+        Their `Exit.cause` is that reason.
         """
         if self._is_new:  # once for all ranks: a write takes 1 ms, and delays their start
             self._write_ledger()

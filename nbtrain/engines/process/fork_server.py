@@ -151,7 +151,10 @@ class ForkServer:
                 os.close(descriptor)
 
     def _send(self, request: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-        """Send a request with open files to the server. Raises `ServerError`."""
+        """Send a request with open files to the server, without waiting for its reply.
+
+        Raises `ServerError`.
+        """
         data = json.dumps(request).encode()
         try:
             self._socket.settimeout(CONNECT_TIMEOUT_S)

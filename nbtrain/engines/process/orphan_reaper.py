@@ -121,7 +121,7 @@ def main(launcher: int, scratch: Path) -> None:
 
 
 def _wait_for_end(launcher: int) -> None:
-    """Return when the launcher has ended."""
+    """Wait, without a timeout, until the launcher has ended; it must be this process's parent."""
     waiting = select.poll()
     wait: float | None = 1000 * _PARENT_CHECK_INTERVAL_S
     with contextlib.suppress(AttributeError, OSError):  # before Linux 5.3

@@ -48,9 +48,9 @@ def _has_imported() -> bool:
 
 
 def _may_use(task: Task) -> bool:
-    """Return whether this process has imported one of the frameworks, or the task's code names one.
+    """Return whether this process has imported one of the frameworks, or the task's text names one.
 
-    Nothing is parsed, because this is called before every launch.
+    Nothing is parsed, because this is called before every launch: a comment counts, too.
     """
     if _has_imported():
         return True

@@ -199,7 +199,10 @@ def status(ranks: LiveRanks) -> str:
 
 
 def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """Return a table of the ranks' variables; what differs between ranks is marked."""
+    """Return a table of the ranks' variables, or a sentence if there are none.
+
+    What differs between ranks is marked.
+    """
     names = dict.fromkeys(about["name"] for rows in by_rank.values() for about in rows)
     tables = {rank: {about["name"]: about for about in rows} for rank, rows in by_rank.items()}
     rows = [_row(name, {rank: rows.get(name) for rank, rows in tables.items()}) for name in names]

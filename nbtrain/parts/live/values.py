@@ -97,8 +97,9 @@ def _about(value: Any) -> dict[str, Any]:
 def _details(value: Any) -> dict[str, Any]:
     """Return what is shown of a value, and compared between ranks.
 
-    ``parts`` has checksums of a tensor or of a model's parameters by name, or else a short repr.
-    ``shape``, ``bytes``, ``dtype`` and the device are there if the value has them.
+    ``parts`` is a dict: checksums by name for a model's parameters, else one entry "" with the
+    checksum of a tensor or a short repr. A tensor has ``shape``, ``bytes``, ``dtype`` and
+    ``device``. A model has its number of parameters as ``shape``. Another array has no ``bytes``.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

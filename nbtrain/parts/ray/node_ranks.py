@@ -197,8 +197,8 @@ class NodeRanks:
     def _run(self, job: Job) -> None:
         """Start the ranks and watch them until they end: the body of the thread.
 
-        Puts their pids, or the error of the start, into `_pids`. Ends the ranks if they can no
-        longer be watched.
+        Puts their pids into `_pids`, or the error of the start, also if the launcher gave up. If
+        they can no longer be watched, ends them and raises the error.
         """
         try:
             while self._server is not None and self._server.is_importing():

@@ -144,7 +144,11 @@ def _capture(function: Any, /, *args: Any, **kwargs: Any) -> Call:
 
 
 def _measure(plan: Plan, ranks: tuple[int, ...], repeat: int) -> ScalingReport:
-    """Run the plan with each number of ranks; see `scaling`."""
+    """Check the arguments, then run the plan with each number of ranks, `repeat` times.
+
+    A size that fails is a row with its error. An interrupt keeps what was measured. Raises
+    `PlanError`, or, if nothing was measured, the interrupt or the first error.
+    """
     if not callable(plan.task.function):
         kind = type(plan.task.function).__name__
         raise PlanError(f"scaling needs a function to call, not {with_article(kind)}")

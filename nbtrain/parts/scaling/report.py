@@ -110,7 +110,11 @@ class ScalingReport:
         return f'<div style="{theme.FONT}">{escape(self.title)}{picture}{table}{notes}</div>'
 
     def _text_rows(self) -> list[tuple[str, ...]]:
-        """Return the table, its headings first; a size that failed has its error alone."""
+        """Return the table, its headings first.
+
+        A size that failed has its error, or "not measured", as its only cell after its number of
+        ranks.
+        """
         table: list[tuple[str, ...]] = [("ranks", "step", "speed-up", "efficiency")]
         measured = {row["ranks"]: row for row in self.rows}
         for size in self.sizes:

@@ -46,7 +46,11 @@ def merge_rows(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
 
 
 def _logged_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
-    """Yield a row for each call of `log`; a metric with the name of a column gets another name."""
+    """Yield a row for each call of `log` in `events`, which must all be of `rank`.
+
+    `rank` only fills a column. A metric with the name of a column gets " (logged)" appended. The
+    step is that of the call, else the number of optimizer steps before it, or None.
+    """
     for event in events:
         if isinstance(event, ev.Metrics):
             named = event.values.items()

@@ -131,9 +131,10 @@ def _is_in_last_epoch_of_stream(rank: RankState) -> bool:
 
 
 def is_epoch_only(rank: RankState, nest: Sequence[ProgressBar] | None = None) -> bool:
-    """Whether only the progress in the current epoch is known, and not the number of epochs.
+    """Return whether only the progress in the current epoch is known, not the number of epochs.
 
-    This is so without a bar, or if the outermost bar is as long as the loader.
+    True without a bar that has a total, or if the outermost of these is as long as the loader.
+    False without any progress, or if the loops around the step are known. `nest`: else the rank's.
     """
     trained = rank.progress
     if trained is None or trained.loops:

@@ -175,9 +175,11 @@ def find_parts(values: Mapping[str, Any]) -> dict[int, Part]:
 
 
 def _list_parts(value: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield the parts of a model, an optimizer or a scheduler: each with its kind and path.
+    """Yield ``(part, kind, path)`` for a value and all its parts; nothing for other types.
 
-    Nothing for another value. The optimizer of a scheduler is a part of it.
+    A model: its modules, "module" or, in a wrapper, "inside"; then its tensors, "tensor". Others:
+    the value, ""; its optimizer (or itself once more), "optimizer"; the parameters that it steps,
+    "parameter", with their number as the path.
     """
     if is_model(value):
         paths = plain_paths(value)
@@ -376,9 +378,9 @@ class ModelAtStart:
     def find_change(self, model: Any) -> Finding | None:
         """Return what the notebook's model cannot take over; None if it can take everything.
 
-        Compares names, shapes and kinds of numbers, not values; buffers that are in no state_dict
-        do not count. If the structure fits, the finding is that of a dtype which would round
-        weights.
+        Compares names, shapes and dtypes, not values. Buffers that are in no state_dict do not
+        count, nor do new adapters that the notebook can add. If the structure fits, the finding is
+        that of a dtype which would round weights.
         """
         tensors, kinds = named_tensors(model), self._kinds
         optional = self._caches | transient_names(model)

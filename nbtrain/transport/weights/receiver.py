@@ -179,9 +179,9 @@ class ResultReceiver:
     ) -> list[str]:
         """Load weights in place; return the names of the objects that had the same values.
 
-        Adds to `troubles` why some cannot be loaded. Every file is checked before any is loaded.
-        What shares tensors with an object that cannot be loaded is not loaded either, because that
-        would change a part of this object.
+        Adds to `troubles` why some are not loaded, or only in part. Every file is checked before
+        any is loaded. What shares tensors with an object that cannot be loaded is not loaded
+        either, because that would change a part of this object.
         """
         objects, unchanged = self.objects(), list[str]()
         ready = dict[str, Callable[[], bool]]()

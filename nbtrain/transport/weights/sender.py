@@ -197,7 +197,7 @@ class ResultSender:
         `result` is in the folder already, and is not used here. Ranks need not wait for one
         another. Raises nothing, see `gather`.
         """
-        for name, value in self._sent.items():
+        for name, value in sorted(self._sent.items(), key=lambda item: is_scheduler(item[1])):
             with self._reporting(name):
                 if name in self._unasked:
                     content = self._read_unasked_state(name, value)
@@ -246,10 +246,11 @@ class ResultSender:
         ]
 
     def _read_unasked_state(self, name: str, value: Any) -> WeightFile | None:
-        """Return the state of an optimizer or a scheduler that no `--out` names.
+        """Return what is sent of an optimizer or a scheduler that no `--out` names, or None.
 
-        None if it is unchanged, or cannot be used in the notebook. An optimizer that would be sent
-        but is sharded or too large is added to `_unsent`, and its scheduler is not sent either.
+        None if it is unchanged, or the notebook cannot use it. An optimizer that is changed but
+        sharded, too large or unreadable is added to `_unsent`. Its scheduler is then not sent
+        either: call this for optimizers first.
         """
         is_set = _describe_settings(value) != self._settings[name]
         if is_scheduler(value):

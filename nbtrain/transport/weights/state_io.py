@@ -703,10 +703,10 @@ def _not_finite_reason(what: str, kind: str) -> str:
 def _check_ties(
     file: WeightReader, wanted: Mapping[str, list[torch.Tensor]], unchanged: Mapping[int, str]
 ) -> None:
-    """Raise `NbtrainError` if one tensor of the notebook was two in the rank that differ.
+    """Raise `NbtrainError` if names that are one tensor in the notebook differ in the file.
 
-    `unchanged` are the names, by id, of the notebook's tensors that are not in the file: to be tied
-    with one of these counts as different.
+    `unchanged` are the names, by id, of the notebook's tensors that are not in the file: a tie with
+    one of these counts as different.
     """
     sources: dict[int, list[str]] = {}
     for name, targets in wanted.items():

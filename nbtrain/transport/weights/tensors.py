@@ -139,9 +139,10 @@ def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of any kind as a tensor of bytes, for `decode`. Equal ones have equal bytes.
+    """Return all that `decode` needs of a tensor of any kind, as a new tensor of bytes on the CPU.
 
-    It comes back on the CPU, without its subclass; one in oneDNN's format comes back strided.
+    Equal tensors have equal bytes. Gradients and the subclass are lost. A tensor in oneDNN's format
+    comes back strided.
     """
     import torch
 

@@ -127,11 +127,11 @@ class Curve:
 
 
 def curves_of(state: RunState, large: str | None = None) -> list[Curve]:
-    """Return the curves to draw, each metric with that of its validation.
+    """Return the curves to draw, each metric with that of its validation, if both count the same.
 
-    The first is drawn large: `large` if it exists, else the main metric. Then come metrics with a
-    validation, or known to be better high or low, since a live board has room for few. Empty
-    without metrics.
+    Metrics without a chart, such as rates and times, are left out, except `large`. The first is
+    drawn large: `large` if it exists, else the main metric. Then come metrics with a validation, or
+    known to be better high or low. Empty if no metric has a chart.
     """
     every = {**state.curves.logged, **state.curves.all}  # what the user logged comes first
     known = {
@@ -593,7 +593,8 @@ def _draw_small(
 ) -> str:
     """Draw a small chart, with its name and its newest value above it.
 
-    Without finite values, a note. It has an axis of its own if it counts something else than `x`.
+    A note instead, without finite values or without `x`. It has an axis of its own if it counts
+    something else than `x`.
     """
     if not curve.series.bins or x is None:
         note = f'<div style="{theme.SOFT}">no finite value yet</div>'

@@ -28,7 +28,11 @@ from .totals.training_place import LibraryPlaces
 
 
 def install(context: RankContext) -> None:
-    """Add the observers of a task's training, for libraries that are imported now or later."""
+    """Begin to observe a task's training, in libraries that are imported now or later.
+
+    Call it once per task. It also hides the notebook from Lightning and, if their sources are on,
+    makes trainers draw with tqdm and offers the tracker.
+    """
     sources = context.job.plan.telemetry
     hooks.begin_task()
     integrations.hide_notebook_from_lightning()

@@ -201,7 +201,11 @@ class RichOutput:
 
 
 def _display_text(data: Mapping[str, Any]) -> str:
-    """Return the text of a display for the log: of HTML without a text form, its words."""
+    """Return the text of a display for the log; "" without text and HTML.
+
+    A ``text/plain`` that is itself markup, or begins with "<" beside HTML (a bare repr), is not
+    used: the words of the HTML are returned, of at most `MAX_DISPLAY_BYTES`.
+    """
     text, html = data.get("text/plain"), data.get("text/html")
     if type(text) is str and not text.lstrip().startswith("<"):
         return text

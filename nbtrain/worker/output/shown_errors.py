@@ -22,7 +22,7 @@ def install() -> None:
 
 
 def _raise(original: Any, shell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise the error that IPython itself would show; what the user's code shows is shown."""
+    """Raise the error if IPython itself would show it; if the user's code calls this, show it."""
     error = sys.exc_info()[1]
     caller = sys._getframe(2).f_globals.get("__name__") or ""
     if error is not None and caller.startswith("IPython."):

@@ -18,6 +18,7 @@ import torch
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError, ResultsLost
 from nbtrain.tracking import run_folder
+from nbtrain.transport.weights import sender
 from nbtrain.ui import text_summary
 from tests.support.cells import the_last_run
 from tests.support.kernel import Notebook, by_all
@@ -682,6 +683,18 @@ def test_the_second_launch_goes_on_as_one_process_would(rates: Any, cls: Any) ->
         run(_fit, *ranks)
     for one, other in zip(here, ranks, strict=True):
         assert repr(one.state_dict()) == repr(other.state_dict())
+
+
+def test_a_scheduler_stays_where_its_optimizer_is_too_large_to_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sender, "RESCUE_MAX_BYTES", 4)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = _RATES.StepLR(optimizer, 1)
+    run(lambda first: _fit(model, optimizer, first), scheduler)  # which is first in order
+    assert not optimizer.state
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 1e-3)
 
 
 def test_no_sync_leaves_all_objects_as_they_were() -> None:

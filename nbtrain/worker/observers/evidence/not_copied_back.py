@@ -56,9 +56,10 @@ class NotCopiedBack(Observer):
         self._known = frozenset(self._variables())
 
     def on_first_step(self, optimizer: Any) -> None:
-        """Write a note for each model that this optimizer trains and only the ranks will have.
+        """Write notes on the models that this optimizer trains and only the ranks will have.
 
-        They are of the three kinds that the module describes. Each model is named once.
+        One note names all that the task does not refer to. A reassigned or a new model has its own.
+        Each model is named once. Without such a model, nothing is written.
         """
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained -= {key for model in self._returned.values() for key in _parameters(model)}
