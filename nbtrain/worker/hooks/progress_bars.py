@@ -55,9 +55,9 @@ def _report_bars(module: Any) -> None:
     # while it holds the lock would leave every later bar of the notebook waiting.
     lock = getattr(module, "TqdmDefaultWriteLock", None)
     if lock is not None:
-        # Bars of a rank are not drawn, so no other process has to wait for them. To make a
-        # semaphore would copy 64 pages of a forked rank.
-        lock.mp_lock, lock.th_lock = None, threading.RLock()
+        if "mp_lock" in vars(lock):
+            del lock.mp_lock
+        lock.th_lock = threading.RLock()
     for each in _with_subclasses(cls):  # a class that was used first has a lock of its own
         for name in {"_lock", "monitor", "_instances"} & vars(each).keys():
             delattr(each, name)

@@ -31,7 +31,7 @@ print(json.dumps([bare(), *runs[1:]]))
 """
 
 MAX_PAGES = 2_200
-"""More than in a bare fork. About 1,740 with Python 3.11 and torch 2.13."""
+"""More than in a bare fork. About 1,800 with Python 3.11 and torch 2.13."""
 
 
 def test_a_rank_copies_few_pages_before_its_function_runs(tmp_path: Path) -> None:

@@ -73,3 +73,9 @@ def test_the_bars_of_tqdm_are_reported(notebook: Notebook) -> None:
     )
     assert came[0] == (3, 3, True)
     assert set(came[1:]) == {(5, 5, True)}
+
+
+def test_a_pool_of_tqdm_works_in_a_rank(notebook: Notebook) -> None:
+    pool = "from tqdm.contrib.concurrent import process_map\n"
+    came = train(notebook, pool, "print(process_map(abs, range(-3, 3), max_workers=2))")
+    assert came == [(6, 6, True)]
