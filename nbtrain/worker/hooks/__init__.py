@@ -125,10 +125,9 @@ def add(
 
     Of those `without` it is not notified, nor are libraries patched for them.
     """
-    purpose = getattr(observer, "purpose", Observer.purpose)
     for event in events or observer.own_events:
         if event not in without:
-            listener = purpose, getattr(observer, event.name)
+            listener = observer.purpose, getattr(observer, event.name)
             for watch in () if event.listeners or event in _lasting else _WATCH.get(event, ()):
                 watch()
             with _lock:

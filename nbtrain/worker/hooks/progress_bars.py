@@ -53,15 +53,14 @@ def _report_bars(module: Any) -> None:
     cls = module.tqdm
     # The lock, its semaphore and the monitor's thread were the kernel's: a rank that is killed
     # while it holds the lock would leave every later bar of the notebook waiting.
+    for each in _with_subclasses(cls):  # a class that was used first has a lock of its own
+        for name in {"_lock", "monitor", "_instances"} & vars(each).keys():
+            delattr(each, name)
     lock = getattr(module, "TqdmDefaultWriteLock", None)
     if lock is not None:
         if "mp_lock" in vars(lock):
             del lock.mp_lock
         lock.th_lock = threading.RLock()
-    for each in _with_subclasses(cls):  # a class that was used first has a lock of its own
-        for name in {"_lock", "monitor", "_instances"} & vars(each).keys():
-            delattr(each, name)
-    if lock is not None:
         cls.set_lock(lock())
     cls.monitor = None
     cls._instances = weakref.WeakSet()
