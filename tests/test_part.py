@@ -192,6 +192,9 @@ seen = []
 class TallyLaunch(LaunchSide):
     cell_options = (
         Option("--as", "taken", field="taken"),
+        Option("bare", "no flag", field="bare"),
+        Option("--half", "50% of it", field="half"),
+        Option("--nameless", "no field"),
         Option("--greet", "whom to greet before the cell runs", field="greet", metavar="NAME"),
     )
 
@@ -199,7 +202,7 @@ class TallyLaunch(LaunchSide):
         seen.append(plan.name)
 
     def before_cell(self, cell, raw, history, failures, options):
-        print("hello", options.greet, hasattr(options, "taken"))
+        print("hello", options.greet, {"taken", "bare", "half", ""} & vars(options).keys())
 
 def command(typed: Typed) -> str:
     return f"{len(seen)} launches{typed.text}"
@@ -298,7 +301,7 @@ def test_another_package_adds_a_part(install: Callable[[Path, Path], None], tmp_
         "loud [3, 3]",
         "spawn [3, 3]",
         "2 launches !",
-        "hello you False",
+        "hello you set()",
         "2 True",
         "True False",
         "tally (of other packages)",

@@ -123,10 +123,10 @@ class Engine(ABC):
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Fill in the engine, the number of ranks and the precision; return plan and device type.
 
-        Without `num_processes`, there is one rank per GPU of this host, or per device of another
-        type, or 2 on the CPU without any. The device type is the engine's `device`, else "cuda" or
-        "cpu". Raises `PlanError` if the engine cannot run the plan or refuses one of its options.
-        Nothing has been started then.
+        Without `num_processes`, there is one rank per GPU of this host, or 2 on the CPU without
+        any. The device type is "cuda" or "cpu"; an engine of another device overrides this method.
+        Raises `PlanError` if the engine cannot run the plan or refuses one of its options. Nothing
+        has been started then.
         """
         self.check_options(plan)
         env = {**os.environ, **plan.env}

@@ -100,8 +100,8 @@ class HangWatchdog:
     def _note_progress(self, rank: int, now: float) -> None:
         """Note that a rank has made progress, and start the early checks again.
 
-        If the last report named the rank as stuck or waiting, all that it named count as having
-        made progress, too.
+        If the last survey asked the rank, and its report named it as stuck or waiting, all that the
+        report named count as having made progress, too.
         """
         self._progress_at[rank] = now
         is_early_check_done = self._next_check_after_s != limits.DEADLOCK_CHECK_AFTER_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from .. import part
@@ -130,7 +130,9 @@ def launch_sides() -> tuple[LaunchSide, ...]:
     )
 
 
-def companions(job: Job, engine: Engine, request_stop: Callable[[str], None]) -> list[Companion]:
-    """Return the companions of a run."""
+def companions(
+    job: Job, engine: Engine, request_stop: Callable[[str], None]
+) -> Iterator[Companion]:
+    """Yield the companions of a run, each when it is made: a later one may fail."""
     found = (side.companion(job, engine, request_stop) for side in launch_sides())
-    return [each for each in found if each is not None]
+    return (each for each in found if each is not None)

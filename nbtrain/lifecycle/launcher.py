@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -513,7 +514,8 @@ def make_job(
     """Create the run's folder; return the ranks' job, and the run's state before they start.
 
     Writes this launch's log into the folder from now on. Sets nbtrain's clock by the system's,
-    unless a run is in the background. Raises `LaunchError` if the folder cannot be written.
+    unless a run is in the background. Raises `LaunchError` if the folder cannot be written, and
+    what a part raises; then the folder is deleted.
     """
     world_size = plan.num_processes or 1
     if not background_runs():  # which would change the clock of a background run
@@ -531,6 +533,12 @@ def make_job(
         in_notebook=getattr(ipython_shell(), "kernel", None) is not None,
         shared_classes=result_pickler.notebook_classes(),
     )
+    try:
+        for side in launch_sides():
+            job = side.complete_job(job, engine)
+    except BaseException:
+        shutil.rmtree(job.folder.path, ignore_errors=True)  # nothing was started
+        raise
     launch_log.keep_in(job.folder.launcher_log)
     LOGGER.info(
         "nbtrain %s, Python %s, torch %s, %s, process %d",

@@ -25,7 +25,7 @@ from ..transport.job import Job
 from ..worker import checkpoints
 from ..worker.rank_context import sides_of
 from . import imports_ahead, limits
-from .launch_sides import companions, launch_sides
+from .launch_sides import companions
 from .supervisor import Interrupts, Supervisor
 
 SCRATCH_PREFIX = "nbtrain-"
@@ -63,8 +63,6 @@ def run_attempts(
             reaper = OrphanReaper(job.scratch)
 
     try:
-        for side in launch_sides():
-            job = side.complete_job(job, engine)
         supervisor.companions += companions(job, engine, supervisor.request_stop)
         job = replace(job, plan=job.plan.hide_notify_addresses())
         if not engine.ranks_stay:

@@ -216,9 +216,9 @@ class StopController:
     def _due_signals(self, now: float, state: RunState, alive: frozenset[int]) -> list[StopSignal]:
         """Return the signals that are due now, and remove their steps; empty if no step is due.
 
-        After a failure, ranks that are just reporting their own are left out for up to 2 s. Ranks
-        that have outlived all steps are killed again at each call, except those that stay for later
-        runs.
+        For up to 2 s after a failure, ranks that are just reporting their own are left out. After
+        that, ranks that have outlived all steps are killed again at each call, except those that
+        stay for later runs.
         """
         since, signals = now - self._stop_began, list[StopSignal]()
         if since < limits.FAILURE_REPORT_TIMEOUT_S and self._has_only_echoes(state):

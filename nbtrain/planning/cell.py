@@ -97,7 +97,7 @@ def title(cell: Cell) -> str:
 def _first_statement(source: str) -> str:
     """Return the first statement that is neither import nor magic, else the first one.
 
-    It is returned with all of its lines, from the beginning of the first. Raises `SyntaxError` if
+    It is returned with all of its lines, except those of decorators. Raises `SyntaxError` if
     `source` is no Python, and `IndexError` if it has no statement.
     """
     lines = source.split("\n")  # not `splitlines`: ast counts lines by \n only

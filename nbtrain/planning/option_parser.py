@@ -44,14 +44,24 @@ MAGIC_ONLY = (
 def cell_options() -> Mapping[str, Option]:
     """Return the options of ``%%distributed`` by their fields: the core's, then those of parts.
 
-    A part's option whose field or flag is taken is left out.
+    A part's option is left out if its field or a flag is taken, or the parser refuses it.
     """
-    found, flags = dict[str, Option](), set[str]()
-    for option in (*OPTIONS, *MAGIC_ONLY, *part.cell_options()):
-        own = set(option.flags.split())
-        if option.field not in found and not own & flags:
-            found[option.field], flags = option, flags | own
+    found = {option.field: option for option in (*OPTIONS, *MAGIC_ONLY)}
+    taken = {flag for option in found.values() for flag in option.flags.split()}
+    for option in part.cell_options():
+        flags = set(option.flags.split())
+        if option.field not in found and not flags & taken and _is_usable(option):
+            found[option.field], taken = option, taken | flags
     return found
+
+
+def _is_usable(option: Option) -> bool:
+    """Return whether a parser can read an option, and show its help."""
+    trial = OptionParser("", "")
+    with suppress(Exception):  # of argparse, for a flag without "-" or a "%" in the help
+        _add_option(trial, option)
+        return bool(trial.format_help()) and is_variable(option.field)
+    return False
 
 
 def plan_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,14 +319,19 @@ def parser(
     """
     result, known = OptionParser(prog, hint), cell_options()
     for option in (*(known[field] for field in (known if fields is None else fields)), *more):
-        traits: dict[str, Any] = {"metavar": option.metavar, "type": _make_reader(option)}
-        if option.is_switch:
-            traits = {"action": "store_false" if option.default else "store_true"}
-        elif option.repeats:
-            traits |= {"action": "extend" if option.nargs else "append", "nargs": option.nargs}
-        traits["default"] = [] if option.repeats else option.default
-        result.add_argument(*option.flags.split(), dest=option.field, help=option.help, **traits)
+        _add_option(result, option)
     return result
+
+
+def _add_option(parser: OptionParser, option: Option) -> None:
+    """Have a parser read an option. Raises what argparse raises."""
+    traits: dict[str, Any] = {"metavar": option.metavar, "type": _make_reader(option)}
+    if option.is_switch:
+        traits = {"action": "store_false" if option.default else "store_true"}
+    elif option.repeats:
+        traits |= {"action": "extend" if option.nargs else "append", "nargs": option.nargs}
+    traits["default"] = [] if option.repeats else option.default
+    parser.add_argument(*option.flags.split(), dest=option.field, help=option.help, **traits)
 
 
 _cell_parser = functools.cache(parser)
@@ -347,7 +362,7 @@ def split_options(line: str, more_flags: Collection[str] = ()) -> tuple[str, str
     ``--``. `more_flags` are flags without a value that `OPTIONS` does not contain. Options are not
     checked: an unknown flag is assumed to have a value.
     """
-    switches = {flag for o in OPTIONS if o.is_switch for flag in o.flags.split()}
+    switches = {flag for o in cell_options().values() if o.is_switch for flag in o.flags.split()}
     position, expects_value = 0, False
     for word in re.finditer(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""", line):
         text = word.group()

@@ -116,7 +116,7 @@ class Option:
     nargs: str | None = None
 
     part: str = ""
-    """The part that implements the option; "" for the core."""
+    """The part that an option of `Plan` needs, or ""."""
 
     @property
     def argument(self) -> str:

@@ -362,7 +362,7 @@ def file_positions() -> list[FilePosition]:
 
 
 def _position(descriptor: int) -> FilePosition | None:
-    """Return the position of a file that is open for reading and without a lock; else None.
+    """Return the position of a file that is only open for reading and has no lock; else None.
 
     Raises `OSError` if it is closed or has no position (a pipe), and `ValueError` or `LookupError`
     if this /proc differs from Linux's.

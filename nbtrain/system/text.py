@@ -37,15 +37,15 @@ def format_count(count: float) -> str:
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= 0.9995 * unit:  # which is rounded to 1.0
             share = count / unit
-            return f"{share:.1f} {name}" if share < 10 else f"{share:.0f} {name}"
+            return f"{share:.1f} {name}" if share < 9.95 else f"{share:.0f} {name}"
     return f"{count:g}"
 
 
 def format_number(value: float | str) -> str:
     """Write a metric: a whole number with commas (``1,234``), another with four significant digits.
 
-    Without decimals from 10,000 on (``12,346``), and with an exponent from 1e6 on (``1.235e+06``),
-    except an int. A text stays as it is.
+    Without decimals from 10,000 on (``12,346``). From 1e6 on and for tiny values with an exponent
+    (``1.235e+06``), except an int. A text stays as it is.
     """
     if isinstance(value, str):
         return value

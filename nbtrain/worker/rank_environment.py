@@ -230,9 +230,9 @@ def serve_own_store(served: int) -> None:
 def set_fork_start_method() -> None:
     """Make multiprocessing fork in this process where Python (3.14) would use a fork server.
 
-    It does also if the notebook chose the fork server itself; "spawn" or "fork" that it has set
-    stays. Forks nothing. A fork server has nothing of the notebook: the workers of a DataLoader
-    could not unpickle what a cell defined.
+    There, it does so also if the notebook chose the fork server itself; "spawn" or "fork" stays.
+    Forks nothing. A fork server has nothing of the notebook: the workers of a DataLoader could not
+    unpickle what a cell defined.
     """
     from multiprocessing import context
 

@@ -13,8 +13,8 @@ import pytest
 
 import nbtrain
 from nbtrain.errors import PlanError, PreflightError
-from nbtrain.lifecycle import launch_sides, launcher, restarts
-from nbtrain.lifecycle.launch_sides import LaunchSide
+from nbtrain.lifecycle import launch_sides, launcher
+from nbtrain.lifecycle.launch_sides import Companion, LaunchSide
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
 from nbtrain.planning.plan import Call, Plan
@@ -163,8 +163,19 @@ def test_a_view_that_fails_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("method", ["complete_job", "companion", "display"])
 def test_a_part_that_fails_leaves_no_run_without_an_end(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, monkeypatch: pytest.MonkeyPatch, run_root: Path
 ) -> None:
+    ends = []
+
+    class Watching(Companion):
+        def finish(self, end: Any, is_pressed: Any) -> Any:
+            ends.append(end.status)
+            return ()
+
+    class Before(LaunchSide):
+        def companion(self, *_: Any) -> Companion:
+            return Watching()
+
     class Failing(LaunchSide):
         pass
 
@@ -172,16 +183,20 @@ def test_a_part_that_fails_leaves_no_run_without_an_end(
         raise ValueError("the part failed")
 
     setattr(Failing, method, fail)
-    everywhere = lambda: (Failing(),)  # noqa: E731
-    for module in (launch_sides, launcher, restarts):
+    everywhere = lambda: (Before(), Failing())  # noqa: E731
+    for module in (launch_sides, launcher):
         monkeypatch.setattr(module, "launch_sides", everywhere)
     if method == "display":  # which only shows the run
         assert nbtrain.launch(int, num_processes=1, view="none").state.status == "succeeded"
         return
     with pytest.raises(ValueError, match="the part failed"):
         nbtrain.launch(int, num_processes=1, view="none")
+    if method == "complete_job":  # before the run begins
+        assert not [*run_root.rglob("run.json")]
+        return
     run = nbtrain.last_run()
     assert (run.state.status, run.state.explanation) == ("failed", "ValueError: the part failed")
+    assert ends == ["failed"]
 
 
 def test_a_result_that_is_damaged_is_named() -> None:

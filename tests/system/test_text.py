@@ -63,7 +63,15 @@ def test_metrics_have_four_digits_and_whole_numbers_all(value: float | str, text
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0"), (999, "999"), (999_999, "1.0 M"), (1500, "1.5 k"), (86e6, "86 M"), (7.2e9, "7.2 B")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (999_999, "1.0 M"),
+        (9.96e6, "10 M"),
+        (1500, "1.5 k"),
+        (86e6, "86 M"),
+        (7.2e9, "7.2 B"),
+    ],
 )
 def test_large_counts_are_short(count: float, text: str) -> None:
     assert format_count(count) == text

@@ -253,10 +253,10 @@ class _Migration:
         self._change(node.lineno, head.end(), head.end(), ", ".join(names) + more)
 
     def _replace_devices(self) -> None:
-        """Record changes that write ``accelerator.device`` for each device in the loop's function.
+        """Record changes that write ``accelerator.device`` for devices in the loop's function.
 
-        Counts what its source writes out, and ``.cuda()``. Raises `_UncertainError` for a device
-        that is written over several lines.
+        These are assigned devices, ``device=…``, the first argument of ``.to``, and ``.cuda()``.
+        Raises `_UncertainError` for a device that is written over several lines.
         """
         for node in self.source.nodes:
             match node:

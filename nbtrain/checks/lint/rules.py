@@ -108,8 +108,9 @@ def notebook_device(source: Source, name: ast.Name) -> str:
 def _pinned_devices(source: Source, host: str) -> Iterator[tuple[ast.expr, str]]:
     """Yield each expression that pins every rank to one device, with the device.
 
-    A plain "cuda" is left out where a call chooses the rank's GPU, and so is code behind a test for
-    the device. Nothing in a source that mentions ``CUDA_VISIBLE_DEVICES``.
+    A plain "cuda" is left out where a call chooses the rank's GPU. So is code behind a ``hasattr``
+    of torch and, on a host without GPUs (`host` is "cpu"), behind a test for a GPU. Nothing in a
+    source that mentions ``CUDA_VISIBLE_DEVICES``.
     """
     texts = (node.value for node in source.nodes if isinstance(node, ast.Constant))
     if "CUDA_VISIBLE_DEVICES" in texts:

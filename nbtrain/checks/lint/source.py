@@ -158,7 +158,8 @@ class Source:
     def _find_guarded(self) -> Iterator[ast.AST]:
         """Yield the statements and expressions that only run after a test of the rank.
 
-        They are in either branch, or after an early exit.
+        They are in a branch of it, after an early exit, behind ``and`` or ``or``, in a ``match``,
+        or in what a context or a decorator guards.
         """
         for node in self.nodes:
             match node:
@@ -251,7 +252,7 @@ class Source:
     def value(self, name: ast.Name) -> Any:
         """Return a name's value in the notebook, or the entry's argument of that name.
 
-        MISSING if there is neither.
+        MISSING if there is neither, or a function binds the name for itself.
         """
         scope = self.scope_of_name(name.id, self.scope(name))
         if scope is None:

@@ -48,9 +48,9 @@ def _has_imported() -> bool:
 
 
 def _may_use(task: Task) -> bool:
-    """Return whether this process has imported one of the frameworks, or the task's text names one.
+    """Return whether this process has imported one of the frameworks, or the task names one.
 
-    Nothing is parsed, because this is called before every launch: a comment counts, too.
+    Nothing is parsed, because this is called before every launch: in a cell, a comment counts, too.
     """
     if _has_imported():
         return True

@@ -63,7 +63,7 @@ from ...system.files import SMALL_FILE_BYTES
 from ...transport.weights.models import Part
 from . import limits
 from .engine import LiveEngine, Message
-from .reloaded_modules import ReloadedModules
+from .reloaded_modules import ReloadedModules, import_path
 from .server import serve
 from .variables import Snapshot, Variables, notebook
 
@@ -398,7 +398,7 @@ class LiveRanks:
         if rank not in self._channels:
             raise OSError(f"rank {rank} has ended")
         if message["do"] in ("run", "put"):
-            path = [] if self._are_far else sys.path
+            path = [] if self._are_far else import_path()
             message = {**message, "path": path, "reloaded": self._reloaded.take(rank)}
         self._channels[rank].send(message, data)
 

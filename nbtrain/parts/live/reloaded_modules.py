@@ -1,4 +1,4 @@
-"""Reloads modules in live ranks that the notebook has reloaded.
+"""Reloads modules in live ranks that the notebook has reloaded, and follows its `sys.path`.
 
 ``importlib.reload`` and IPython's ``%autoreload`` change a module only in the kernel. Its functions
 are sent by name, so live ranks would always run their old code.
@@ -71,6 +71,25 @@ class ReloadedModules:
                 mark = mark._replace(stat=known.stat)
             self._marks[name] = mark
         return found
+
+
+def import_path() -> list[str]:
+    """Return the entries of `sys.path` that Python uses, independent of the working folder."""
+    return [each and os.path.abspath(each) for each in sys.path if isinstance(each, str)]
+
+
+def extend_path(entries: Iterable[str]) -> None:
+    """Add the entries of another process's `sys.path` that this one lacks, in their order.
+
+    A new entry is put behind the one that it follows there. Entries of this process stay.
+    """
+    position = 0
+    for entry in entries:
+        if entry in sys.path:
+            position = sys.path.index(entry) + 1
+        else:
+            sys.path.insert(position, entry)
+            position += 1
 
 
 def _mark(module: ModuleType, file: str) -> _Mark:

@@ -48,7 +48,7 @@ from . import values
 from .groups import ProcessGroups
 from .limits import INTERRUPT_GRACE_S
 from .model_state import layout, load_state, select_stateful
-from .reloaded_modules import reload_modules
+from .reloaded_modules import extend_path, reload_modules
 
 _NO_CHECKPOINTS = (
     "live ranks on a cluster keep no checkpoints: their folders end with the cell. "
@@ -132,12 +132,12 @@ class LiveRank:
         return answer
 
     def _follow_imports(self, message: Message, data: int | None) -> None:
-        """Import from where the notebook does, and reload what it has reloaded.
+        """Import also from where the notebook does, and reload what it has reloaded.
 
         Modules that failed before are reloaded again. Raises what a module raises, after closing
         `data`.
         """
-        sys.path[:0] = [each for each in message.get("path", ()) if each not in sys.path]
+        extend_path(message.get("path", ()))
         self._reloaded |= message.get("reloaded", {})
         try:
             reload_modules(self._reloaded)

@@ -99,7 +99,8 @@ def _details(value: Any) -> dict[str, Any]:
 
     ``parts`` is a dict: checksums by name for a model's parameters, else one entry "" with the
     checksum of a tensor or a short repr. A tensor has ``shape``, ``bytes``, ``dtype`` and
-    ``device``. A model has its number of parameters as ``shape``. Another array has no ``bytes``.
+    ``device``. So has a model with parameters, whose ``shape`` is their number. Another array has
+    ``shape`` and ``dtype``.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

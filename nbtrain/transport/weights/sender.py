@@ -84,6 +84,7 @@ class ResultSender:
         self._stepped: set[int] = set()
         """Ids of the optimizers that have made a step."""
         self._unsent: set[str] = set()
+        self._left_out: set[int] = set()  # ids of optimizers whose schedulers stay as well
         """Names of the notebook's optimizers that have a state now, and are not copied back."""
         self._names = {n: id(v) for n, v in namespace(plan.task).items()} if plan.out else {}
         known = find_parts(self._returned) if plan.out and rank == 0 else {}
@@ -254,14 +255,14 @@ class ResultSender:
         """
         is_set = _describe_settings(value) != self._settings[name]
         if is_scheduler(value):
-            unsent = {id(self._objects[each]) for each in self._unsent}
-            if is_set and id(getattr(value, "optimizer", None)) not in unsent:
+            if is_set and id(getattr(value, "optimizer", None)) not in self._left_out:
                 with contextlib.suppress(Exception):  # of a user's class: `--out` reports why
                     return state_io.state_file(value)
             return None
         parts = _state_values(value)
         if not is_set and not (id(value) in self._stepped and parts):
             return None
+        self._left_out.add(id(value))
         models = [model for model in self._returned.values() if is_model(model)]
         known = {id(tensor) for model in models for tensor in named_tensors(model).values()}
         if not all(id(p) in known for group in value.param_groups for p in group["params"]):
@@ -272,7 +273,9 @@ class ResultSender:
         is_apart = any(map(is_sharded, tensors)) or any(map(self._is_in_parts, models))
         if not is_apart and sum(map(size_of, tensors)) <= RESCUE_MAX_BYTES:
             with contextlib.suppress(Exception):  # of a user's class: `--out` reports why
-                return state_io.state_file(value)
+                content = state_io.state_file(value)
+                self._left_out.discard(id(value))
+                return content
         self._unsent.add(name)
         return None
 

@@ -123,6 +123,7 @@ def add(
 ) -> None:
     """Notify an observer from now on, of some `events` or of all that its class has a method for.
 
+    An object that is no `Observer` needs a `purpose`, and `events`.
     Of those `without` it is not notified, nor are libraries patched for them.
     """
     for event in events or observer.own_events:

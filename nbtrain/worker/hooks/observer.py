@@ -23,7 +23,8 @@ class Observer:
     own_events: ClassVar[tuple[Event[...], ...]] = ()
     """Those that the class has a method for."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
         own = (e for e in EVENTS if getattr(cls, e.name) is not getattr(Observer, e.name))
         cls.own_events = tuple(own)
 

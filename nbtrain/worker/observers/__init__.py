@@ -59,10 +59,8 @@ def _add_meters(context: RankContext, places: LibraryPlaces) -> None:
         return
     figures, writer, rank = context.figures, context.writer, context.rank
     steps, precision, loss = StepMeter(context), PrecisionMeter(), LossMeter(context)
-    data, epochs = (
-        DataLoadingMeter(figures, writer, rank),
-        EpochMeter(figures, writer, rank, places),
-    )
+    data = DataLoadingMeter(figures, writer, rank)
+    epochs = EpochMeter(figures, writer, rank, places)
     work = WorkSampler(context)
     reports = TrainingReports(context, (steps, precision, data, loss, epochs, work))
     if has_steps := "steps" in sources:

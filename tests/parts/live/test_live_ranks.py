@@ -376,11 +376,14 @@ def test_a_cell_for_live_ranks_that_are_gone_runs_nowhere(live: Notebook, end: s
 
 def test_ranks_import_from_where_the_notebook_does(live: Notebook, tmp_path: Path) -> None:
     (tmp_path / "of_the_user.py").write_text("class Thing: number = 7")
-    live.run(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})")
+    (tmp_path / "colorsys.py").write_text("is_of_the_user = True")  # as one of Python's
+    live.run(f"import sys, pathlib\nsys.path += [{str(tmp_path)!r}, pathlib.Path('x')]")
     assert not live.run("%%distributed\nimport of_the_user").ename
     live.run("import of_the_user\nthing = of_the_user.Thing()")
-    live.run("%%distributed\nnumber = thing.number")
-    assert live.value("ranks['number']") == [7, 7]
+    live.run(
+        "%%distributed\nimport colorsys\nnumber = thing.number, hasattr(colorsys, 'is_of_the_user')"
+    )
+    assert live.value("ranks['number']") == [(7, False)] * 2
 
 
 def test_outside_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

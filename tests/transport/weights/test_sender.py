@@ -697,6 +697,19 @@ def test_a_scheduler_stays_where_its_optimizer_is_too_large_to_come_back(
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 1e-3)
 
 
+def test_a_scheduler_stays_with_an_optimizer_of_parameters_that_stay() -> None:
+    def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        own = torch.nn.Parameter(torch.ones(1))
+        optimizer.add_param_group({"params": [own]})
+        _fit(model, optimizer, scheduler)
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = _RATES.StepLR(optimizer, 1, 0.5)
+    run(fit, model, optimizer, scheduler)
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 1.0)
+
+
 def test_no_sync_leaves_all_objects_as_they_were() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
