@@ -82,7 +82,7 @@ def test_a_notebook_is_as_without_the_extension(
     watched = f"__import__('sys').modules[{module!r}].{name}"
     assert not with_extension.value(f"hasattr({watched}, '__wrapped__')")
     imported = with_extension.value("sorted(__import__('sys').modules)")
-    assert [name for name in imported if name.startswith("nbtrain.parts.frameworks")] == []
+    assert [name for name in imported if name.startswith("nbtrain.parts.frameworks.")] == []
     assert with_extension.value("len(__import__('nbtrain').runs())") == 0
 
 
