@@ -96,8 +96,10 @@ def _start(start_kernel: Callable[..., Notebook], has_extension: bool) -> Notebo
 def _shown(out: Outputs) -> tuple[object, ...]:
     """Return all that a cell left on the page, without the figures that differ each time."""
     assert not out.ename, out.traceback
-    # Progress bars: the time of an epoch and of a step, and how often a bar was drawn.
-    stdout = re.sub(r"\d+[mu]?s(/step)?|[━ \b\r]+", " ", out.stdout)
-    lines = dict.fromkeys(line.strip() for line in stdout.splitlines())
+    # Of a bar that is drawn by time, only the end; and no time of an epoch or of a step.
+    pieces = re.split(r"[\b\r\n]+|(?=INFO:)", re.sub(r"\x1b\[\d+m|━", "", out.stdout))
+    pieces = [" ".join(re.sub(r"\d+[mu]?s(/step)?", "", each).split()) for each in pieces]
+    counts = [(re.match(r"(\d+)/(\d+)\b", each), each) for each in pieces]
+    lines = dict.fromkeys(each for count, each in counts if not count or count[1] == count[2])
     texts = [each.get("text/plain") for each in (*out.displays, *out.updates, *out.results)]
     return list(lines), out.stderr, texts
