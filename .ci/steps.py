@@ -440,7 +440,7 @@ tests -m "slow or not slow" tests/parts/forwarding -rs
         "the tests that take long, and the recipes with the libraries they are for",
         """
 enter slow
-install "torch==2.13.*" -e ".[test]" -r tests/requirements/recipes.txt
+install pip setuptools "torch==2.13.*" -e ".[test]" -r tests/requirements/recipes.txt
 install --no-deps "fastai==2.8.*"
 tests -n 4 -m "slow and not xla" --ignore=tests/end_to_end/test_host_notebooks.py
 """,

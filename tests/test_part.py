@@ -270,18 +270,14 @@ def install_by_hand(project: Path, folder: Path) -> None:
 
 def install_by_pip(project: Path, folder: Path) -> None:
     """Install a package into a folder."""
+    pytest.importorskip("pip")
+    pytest.importorskip("setuptools")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     options = ["--no-build-isolation", "--disable-pip-version-check", "--target", str(folder)]
     subprocess.run([*pip, *options, str(project)], check=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "install",
-    [
-        pytest.param(install_by_hand, id="hand"),
-        pytest.param(install_by_pip, id="pip", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("install", [install_by_hand, install_by_pip], ids=["hand", "pip"])
 def test_another_package_adds_a_part(install: Callable[[Path, Path], None], tmp_path: Path) -> None:
     project, installed = tmp_path / "project", tmp_path / "installed"
     for name, text in PACKAGE_OF_ANOTHER.items():
