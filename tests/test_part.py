@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -270,8 +271,8 @@ def install_by_hand(project: Path, folder: Path) -> None:
 
 def install_by_pip(project: Path, folder: Path) -> None:
     """Install a package into a folder."""
-    pytest.importorskip("pip")
-    pytest.importorskip("setuptools")
+    if not all(map(importlib.util.find_spec, ("pip", "setuptools"))):
+        pytest.skip("needs pip and setuptools")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     options = ["--no-build-isolation", "--disable-pip-version-check", "--target", str(folder)]
     subprocess.run([*pip, *options, str(project)], check=True, timeout=120)
