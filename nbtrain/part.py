@@ -26,6 +26,7 @@ _T = TypeVar("_T")
 TABLE = (
     "live",
     "debugger",
+    "steering",
     "memory",
     "scaling",
     "export",

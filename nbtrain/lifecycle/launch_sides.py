@@ -46,6 +46,10 @@ class Companion:
     def ranks_ended(self) -> None:
         """Release what belongs to the ranks of an attempt; all of them have ended."""
 
+    def describe_success(self, state: RunState) -> str:
+        """Return what is special about a run that has succeeded, for people; "" for nothing."""
+        return ""
+
     def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> Sequence[ev.Event]:
         """Handle the end of the run just before it is recorded; return events to record first.
 

@@ -8,12 +8,14 @@ import itertools
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from .. import part
 from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
 from ..hangs import stacks, verdict
 from ..hangs.failures import Failure, find_cause, to_exception
@@ -393,6 +395,40 @@ class Run:
             watcher.request_stop(how)
             if self._launcher_thread != threading.get_ident():
                 self.wait()
+
+    def finish(self, after: str = "step") -> None:
+        """End the training as if its loop had come to its end; the code after the loop still runs.
+
+        All ranks end it after the same step. The run is a success: it evaluates and saves what it
+        would at its end, returns its value, and the notebook gets the trained weights. Trainers of
+        transformers, Lightning and fastai end in their own way, and so do loops over tqdm bars and
+        `nbtrain.progress`, and loops that ask `nbtrain.should_stop`. Of any other loop, the loaders
+        of the training end: the epochs that are left train nothing.
+
+        It also finishes a run of another kernel. It returns once the ranks have agreed on the step,
+        or 3 s later: before the first step and in an evaluation, they agree at their next step.
+
+        Args:
+            after: "step" or "epoch": the present one is completed.
+
+        Raises:
+            NbtrainError: the run has ended, was asked already, or cannot be steered; or a rank made
+                no step for 2 s while others waited for it.
+            PlanError: `after` is neither, or steering is switched off on this host.
+        """
+        part.load_provided("steering", "finish", "run.finish()")(self, after)
+
+    def wait_for_state(self, is_reached: Callable[[RunState], object], timeout_s: float) -> None:
+        """Wait until the state fulfils a condition, the run has ended, or the timeout has passed.
+
+        In the thread that watches the run, it returns at once: the state changes only later.
+        """
+        self._follow()
+        deadline = time.monotonic() + timeout_s
+        while self._launcher_thread != threading.get_ident() and time.monotonic() < deadline:
+            if is_reached(self.state) or self.state.is_over:
+                return
+            time.sleep(POLL_INTERVAL_S / 5)
 
     def stacks(self) -> stacks.Stacks:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.

@@ -412,11 +412,12 @@ class Supervisor:
         if status == "succeeded":
             lost = describe_lost_results(self.state, self._disk.expected)
             status = "failed" if lost else status
-        retried = self._retry_reason if status == "succeeded" else ""
+        special = [self._retry_reason, *(c.describe_success(self.state) for c in self.companions)]
+        success = "; ".join(filter(None, special)) if status == "succeeded" else ""
         remedy = ""
         if lost and not message:
             message, remedy, code = lost.text, lost.remedy, lost.code
-        message = message or retried or describe_endings(status, self.state)
+        message = message or success or describe_endings(status, self.state)
         if status == "interrupted" and self._stop.how:
             message = f"{self._stop.how}; {message}"
         if status == "timed out":

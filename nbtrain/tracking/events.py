@@ -437,6 +437,47 @@ class Attempt(Event):
 
 
 @dataclass(frozen=True)
+class StepBoundary(Event, kind="boundary"):
+    """The rank waits after an optimizer step, to carry out a request at the same step as others."""
+
+    request: int = 0
+    """The number of the request in this run."""
+    calls: int = 0
+    """Optimizer steps of its task, of any optimizer: the ranks agree on this number."""
+    step: int = 0
+    """The number of the step, as `TrainingCounts.steps`."""
+    batches: tuple[int, ...] = ()
+    """The batches that each loader of the training has given in its present pass."""
+    bars: int = 0
+    """The number of bars that the training iterates over."""
+
+
+@dataclass(frozen=True)
+class Steered(Event):
+    """A request of the user: all ranks have carried it out after one step, or none has.
+
+    An event of the run.
+    """
+
+    request: int = 0
+    """As in `StepBoundary`."""
+    token: str = ""
+    """Names the request to the process that made it."""
+    action: str = ""
+    """``finish``."""
+    status: str = ""
+    """``pending``, ``applied`` or ``called off``."""
+    step: int | None = None
+    """The number of the step, if it was carried out."""
+    steps: int | None = None
+    """The number of steps that the whole training would have, if it is known."""
+    by: str = ""
+    """Who requested it."""
+    text: str = ""
+    """The same for people."""
+
+
+@dataclass(frozen=True)
 class Stopping(Event):
     """The launcher started to end the ranks."""
 

@@ -173,6 +173,14 @@ def _reduce_gpu_memory(state: RunState, event: ev.GpuMemory) -> Changes:
     return {"gpu_memory": (*state.gpu_memory[:1], replace(event, gpus=gpus))}
 
 
+def _reduce_steered(state: RunState, event: ev.Steered) -> Changes:
+    """Return the state's changes: the present status of a request."""
+    by, text = _shorten_name(event.by), _shorten_note(event.text)
+    event = replace(event, token=event.token[: limits.MAX_NAME_CHARS], by=by, text=text)
+    others = (each for each in state.steered if each.request != event.request)
+    return {"steered": (*others, event)[-limits.MAX_ITEMS :]}
+
+
 RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {
     ev.Hang: _reduce_hang,
     ev.Attempt: _reduce_attempt,
@@ -180,6 +188,7 @@ RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {
     ev.Finished: _reduce_finished,
     ev.Waiting: lambda _, e: {"message": strip_escapes(e.text)},
     ev.RunNote: _reduce_run_note,
+    ev.Steered: _reduce_steered,
     ev.NotFinite: _reduce_not_finite,
     ev.ArtifactLoaded: _reduce_artifact_loaded,
     ev.Host: _reduce_host,
@@ -350,6 +359,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Changes]] = {
     ev.ArtifactSaved: _reduce_artifact_saved,
     ev.Displayed: _reduce_displayed,
     ev.Exited: _reduce_exited,
+    ev.StepBoundary: lambda _, e: {"boundary": e},
 }
 
 

@@ -299,6 +299,8 @@ class RankState:
     """What it saved for the notebook."""
     displayed: tuple[ev.Displayed, ...] = ()
     """What it displayed."""
+    boundary: ev.StepBoundary | None = None
+    """Where it waited, or waits, for the last request to steer the training."""
 
     @property
     def is_over(self) -> bool:
@@ -436,6 +438,8 @@ class RunState:
     """Why the result is wrong, in a few words each."""
     not_finite: ev.NotFinite | None = None
     """The first loss of any rank that was not finite."""
+    steered: tuple[ev.Steered, ...] = ()
+    """The user's requests to steer the training, in their order."""
     number: int | None = None
     """The number in ``train #12``."""
     cell: int | None = None

@@ -181,15 +181,19 @@ def progress(
 
 
 def should_stop() -> bool:
-    """Return whether this rank was asked to stop: by ■, the Stop button, a timeout or a command.
+    """Return whether the training should end here: this rank was asked to stop, or to finish.
 
-    Call it in each step. A loop that does is not interrupted: it has 1.5 s to see the request, and
-    may then save and return, within the run's grace. The ranks see the request within milliseconds
-    of each other, perhaps not in the same step. If they step together, let them agree first, with
-    an ``all_reduce`` of the answer. Outside a run, it returns False.
+    Call it in each step. A loop that does is not interrupted by ■, the Stop button, a timeout or a
+    command: it has 1.5 s to see the request, and may then save and return, within the run's grace.
+    The ranks see the request within milliseconds of each other, perhaps not in the same step. If
+    they step together, let them agree first, with an ``all_reduce`` of the answer. To finish
+    (``run.finish()``), all ranks are asked after the same step, and have all the time that they
+    need. Outside a run, it returns False.
     """
     context = rank_context.current()
-    if context is None or context.stopper is None:
+    if context is None:
         return False
+    if context.stopper is None:
+        return context.is_finishing
     context.stopper.is_asked = True
-    return context.stopper.is_due
+    return context.is_finishing or context.stopper.is_due

@@ -29,6 +29,7 @@ from ...part_api import (
     clock,
     write_atomically,
 )
+from ...transport.orders import OrderReader
 from . import limits, reservation
 from .node_ranks import NodeOrder, NodeRanks, RankExit
 from .reservation import Node, NodeRequest, PlacedNode, Reservation, has_ended
@@ -201,6 +202,7 @@ class Driver:
         for member in self._members:
             self._follow(self._watch(member))
             self._follow(self._copy(member))
+            self._follow(self._pass_on_orders(member))
         self._follow(self._answer_questions(home))
         nodes = {rank: m.node.name for m in self._members for rank in m.order.ranks}
         return {rank: pid for of_node in pids for rank, pid in of_node.items()}, nodes
@@ -353,6 +355,24 @@ class Driver:
                                 self._follow(self._question(member, question, here))
                     path.unlink(missing_ok=True)
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _pass_on_orders(self, member: Member) -> None:
+        """Pass on the launcher's orders to the ranks of a node, one after the other.
+
+        Returns at once if the launcher gives none to this run.
+        """
+        try:
+            reader = OrderReader(member.order.job.folder.path)
+        except OSError:
+            return
+        heard = 0
+        with contextlib.closing(reader):
+            while member.running:
+                if reader.bell[0] != heard:
+                    heard = reader.bell[0]
+                    with contextlib.suppress(OSError):  # the folder was deleted
+                        await self._ask(member, NodeRanks.write_orders, reader.read())
+                await asyncio.sleep(POLL_INTERVAL_S / 5)
 
     async def _question(self, member: Member, question: str, ranks: set[int]) -> None:
         """Ask a node for the stacks or the flight recorders of ranks.

@@ -46,6 +46,7 @@ from ...part_api import (
 )
 from ...part_api import events as ev
 from ...tracking.resource_sampler import Sampler
+from ...transport.orders import OrderWriter
 
 _NOT_SHARED = (
     "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "
@@ -133,6 +134,7 @@ class NodeRanks:
         self._scratch = tempfile.mkdtemp(prefix="nbtrain-")
         self.folder = RunFolder(Path(self._scratch, self._home.path.name))
         self.folder.path.mkdir(mode=0o700)
+        self._orders = OrderWriter(self.folder.path)
         # Ray sets it to the CPUs of this actor, which are those of all its ranks.
         os.environ.pop("OMP_NUM_THREADS", None)
         self._reaper = OrphanReaper(self._scratch)
@@ -316,6 +318,10 @@ class NodeRanks:
             self._killed.update(ranks)
         self._signals.put((frozenset(ranks), action))
 
+    def write_orders(self, orders: bytes) -> None:
+        """Pass the launcher's orders on to the ranks of this node."""
+        self._orders.write(orders)
+
     def write_stacks(self, ranks: Iterable[int]) -> None:
         """Have ranks write their stacks into their files, and give them 0.25 s for it."""
         results = [stacks.send_signal(self.folder, rank) for rank in ranks]
@@ -341,4 +347,5 @@ class NodeRanks:
         if self._listener is not None:
             self._listener.close()
         self._reaper.close()
+        self._orders.close()
         shutil.rmtree(self._scratch, ignore_errors=True)

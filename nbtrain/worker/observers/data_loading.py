@@ -31,6 +31,10 @@ class LoaderPass:
     """Counts the passes over any data."""
     batches: int | None
     """Of the whole pass; None where it is unknown."""
+    loader: weakref.ref[Any] | None
+    """What `loader_identity` returns; None where that cannot be referenced weakly."""
+    identity: int
+    """The id of that."""
     batch: int = 0
     """The last one that may have been used, from 1."""
     fed: int = 0
@@ -43,6 +47,8 @@ class LoaderPass:
     """Whether steps were taken with it."""
     is_aside: bool = False
     """Whether it is like a validation: read to its end, or without gradients."""
+    reader: int = 0
+    """The thread that has read its last batch."""
 
     @property
     def is_unfinished(self) -> bool:
@@ -103,7 +109,9 @@ class DataLoadingMeter(Meter):
             samples = self._samples if self._has_stepped else None
             for each in feeding:
                 samples = (samples or 0) + self._pending[each]
-                each.feeds = True
+                if not each.feeds:
+                    each.feeds = True
+                    self._figures.feeding[each.identity] = each
             self._pending.clear()
             self._samples, self._has_stepped = samples, True
 
@@ -144,14 +152,20 @@ class DataLoadingMeter(Meter):
 
         The first batch of a pass begins a new `LoaderPass`, kept as an attribute of the iterator.
         """
-        if threading.get_ident() in (self._main, self._trainer):
+        reader = threading.get_ident()
+        if reader in (self._main, self._trainer):
             self._waited += time.monotonic() - start
         passed, count = vars(it).get("_nbtrain_pass"), it._num_yielded
         if passed is None or count == 1:
             number = self._newest.number + 1 if self._newest is not None else 1
-            passed = LoaderPass(weakref.ref(it), id(it._dataset), number, _length(it))
+            source = loader_identity(it)
+            loader = _weakly(source)
+            passed = LoaderPass(
+                weakref.ref(it), id(it._dataset), number, _length(it), loader, id(source)
+            )
             self._newest = it._nbtrain_pass = passed
             self._remember_dataset(it._dataset)
+        passed.reader = reader
         passed.batch = count - is_ahead
         self._set_last(passed)
         _, asked = vars(it).get("_nbtrain_asked", (None, ()))
@@ -221,6 +235,18 @@ def loader_of(iterator: Any) -> Any:
     source = iterator._dataset
     is_fastai = type(source).__module__ == "fastai.data.load" and hasattr(source, "d")
     return source.d if is_fastai else None
+
+
+def loader_identity(iterator: Any) -> Any:
+    """Return an object that all passes over one loader share, and no other loader has."""
+    return loader_of(iterator) or iterator._index_sampler
+
+
+def _weakly(value: Any) -> weakref.ref[Any] | None:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a list as the batch sampler
+        return None
 
 
 def _batch_size(it: Any, batch: Any) -> int | None:

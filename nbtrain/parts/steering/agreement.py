@@ -1,0 +1,85 @@
+"""Agrees with all ranks on one step at which they carry out a request. Pure.
+
+A rank that hears of a request waits after its next step, and reports its number. Once all ranks
+wait after the same step, they carry the request out there. If they wait after different steps,
+those behind go on to the furthest. If a rank is missing for a moment, it may be in a collective of
+the next step and need those that wait: they go on together to a later step, which every rank knows
+before it gets there. If a rank does not come in time, the request is called off. A rank that waits
+does not go on until it is told to, so all ranks act on the same word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from . import limits
+
+Status = Literal["open", "agreed", "called off"]
+
+
+@dataclass
+class Agreement:
+    """One request, in the process that watches the run. Times are those of a monotonic clock."""
+
+    members: frozenset[int]
+    """The ranks that take part."""
+    target: int = 0
+    """Ranks wait at the first boundary after at least so many steps."""
+    status: Status = "open"
+    late: frozenset[int] = frozenset()
+    """The ranks because of which the request was called off."""
+    has_lost_member: bool = False
+    """Whether these have ended."""
+    _deadline: float | None = None
+    _first_step_deadline: float = 0.0
+    _round_ends: float | None = None
+    _ahead: int = 2
+
+    def update(
+        self, steps: Mapping[int, int], started: Collection[int], ended: Collection[int], now: float
+    ) -> bool:
+        """Take note of the ranks at a moment; return whether they must be told something new.
+
+        `steps` has the step after which each rank waited last for this request. `started` are the
+        ranks that have made a step, and `ended` those that make none any more.
+        """
+        if self.status != "open":
+            return False
+        if lost := self.members.intersection(ended):
+            return self._call_off(lost, has_lost_member=True)
+        if not steps:  # no rank waits, so the request may wait, too
+            return False
+        if self._deadline is None:
+            extra = limits.FIRST_STEP_TIMEOUT_S if min(steps.values()) == 1 else 0.0
+            self._deadline = now + limits.AGREEMENT_TIMEOUT_S
+            self._first_step_deadline = self._deadline + extra
+        waiting = {rank: at for rank, at in steps.items() if at >= self.target}
+        if waiting.keys() >= self.members:
+            if len({*waiting.values()}) > 1:
+                return self._go_on_to(max(waiting.values()))
+            self.status = "agreed"
+            return True
+        missing = self.members - waiting.keys()
+        all_started = missing <= {*started, *steps}
+        if now >= (self._deadline if all_started else self._first_step_deadline):
+            return self._call_off(missing)
+        if waiting and self._round_ends is None:
+            self._round_ends = now + limits.ROUND_S
+        if all_started and self._round_ends is not None and now >= self._round_ends:
+            self._ahead *= 2  # until it is beyond the next step at which the ranks synchronise
+            return self._go_on_to(max(waiting.values()) + self._ahead // 2)
+        return False
+
+    def _go_on_to(self, target: int) -> bool:
+        self.target, self._round_ends = target, None
+        return True
+
+    def _call_off(self, late: Collection[int], *, has_lost_member: bool = False) -> bool:
+        self.status, self.late, self.has_lost_member = (
+            "called off",
+            frozenset(late),
+            has_lost_member,
+        )
+        return True

@@ -1,0 +1,108 @@
+"""Waits after an optimizer step until all ranks have come to the same one, if that is requested."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import Protocol
+
+from ...part_api import Observer, RankContext, clock
+from ...part_api import events as ev
+from ...transport.orders import OrderReader
+from .orders import Asked, Decided, Orders
+
+_NEVER = sys.maxsize
+
+_LOOK_INTERVAL_S = 0.001
+"""Between two looks at the bell by a rank that waits."""
+
+
+class Actions(Protocol):
+    """What a rank can be asked to do."""
+
+    def prepare(self) -> tuple[tuple[int, ...], int]:
+        """Stop what other threads read ahead; return `StepBoundary.batches` and `bars`."""
+
+    def apply(self, decided: Decided) -> None:
+        """Carry out what all ranks carry out after this step."""
+
+    def release(self) -> None:
+        """Let other threads read on, after a request that was called off or needs a later step."""
+
+
+class StepBoundaries(Observer):
+    """Looks for requests after each step of an optimizer. Without one, this takes 0.1 µs.
+
+    A rank that waits goes on only when the launcher tells it to, because the other ranks do as it
+    does. An interrupt is raised in it as anywhere.
+    """
+
+    purpose = "steering"
+
+    def __init__(self, context: RankContext, reader: OrderReader, actions: Actions) -> None:
+        self._context, self._reader, self._actions = context, reader, actions
+        self._bell, self._heard = reader.bell, 0
+        self._calls = 0
+        self._due = _NEVER  # the number of calls at which to wait
+        self._last_decided = 0
+        self._reported: tuple[int, int] | None = None  # the request, and the calls
+
+    def on_step(self, optimizer: object) -> None:
+        """Count the step. At a request, wait for the others, and carry out what was agreed."""
+        self._calls += 1
+        if self._bell[0] != self._heard or self._calls >= self._due:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Follow the orders until they let this rank go on."""
+        while True:
+            self._heard = self._bell[0]
+            orders = self._read()
+            for each in orders.decided:
+                self._settle(each)
+            if not self._waits_for(orders.asked):
+                return
+            while self._bell[0] == self._heard:
+                time.sleep(_LOOK_INTERVAL_S)
+
+    def _read(self) -> Orders:
+        """Return the orders. Waits for them if the run's folder is just being made again."""
+        while True:
+            # Damaged or deleted with the folder. A rank that has reported must not go on by itself.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return Orders.decode(self._reader.read())
+            if self._reported is None:
+                return Orders()
+            time.sleep(_LOOK_INTERVAL_S)
+
+    def _settle(self, decided: Decided) -> None:
+        """Carry out, once, a request that was decided while this rank waited for it."""
+        if decided.request <= self._last_decided:
+            return
+        self._last_decided = decided.request
+        if self._reported is not None and self._reported[0] == decided.request:
+            self._reported = None
+            if decided.is_applied:
+                self._actions.apply(decided)
+            else:
+                self._actions.release()
+
+    def _waits_for(self, asked: Asked | None) -> bool:
+        """Return whether this rank waits here; if so, it has reported its step."""
+        if asked is None or asked.request <= self._last_decided:
+            self._due = _NEVER
+            return False
+        self._due = asked.target
+        if self._calls < asked.target:
+            if self._reported is not None:
+                self._actions.release()
+            return False
+        here = asked.request, self._calls
+        if self._reported != here:
+            self._reported = here
+            batches, bars = self._actions.prepare()
+            context, steps = self._context, self._context.figures.steps
+            now, rank = clock.now(), context.rank
+            context.writer.write(ev.StepBoundary(now, rank, *here, steps, batches, bars))
+        return True

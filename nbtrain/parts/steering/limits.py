@@ -1,0 +1,11 @@
+"""Limits of steering: how long ranks wait for each other before a request is called off."""
+
+AGREEMENT_TIMEOUT_S = 2.0
+"""For all ranks to come to one step, from the first that waits there. A rank that evaluates or
+saves alone makes no step for longer, and must not hold the others up."""
+
+FIRST_STEP_TIMEOUT_S = 30.0
+"""The same if the first that waits has made its first step: others may still compile theirs."""
+
+ROUND_S = 0.05
+"""For all ranks to come to one step, before those that wait go on to a later one."""

@@ -1,0 +1,72 @@
+"""What the launcher tells the ranks: the request under way, and those that are decided."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+AFTER = ("step", "epoch")
+"""What the training may finish after."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What all ranks are to do."""
+
+    name: str = "finish"
+    after: str = "step"
+    """One of `AFTER`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request under way: ranks wait for each other."""
+
+    request: int
+    target: int
+    """As `Agreement.target`."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A request that is over."""
+
+    request: int
+    is_applied: bool
+    action: Action
+    batches: tuple[int, ...] | None = None
+    """The batches that each loader of the training may give in its present pass: as many as the
+    foremost rank has read. None: the ranks differ in their loaders, and none may give another."""
+    ends_bars: bool = False
+    """Whether bars that the training iterates over end: all ranks have the same number of them."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """All that the launcher has told the ranks of an attempt."""
+
+    asked: Asked | None = None
+    decided: tuple[Decided, ...] = ()
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Orders:
+        """Return the orders of `encode`. Raises `ValueError`, `KeyError` or `TypeError`."""
+        record = json.loads(data or b"{}")
+        asked = record.get("asked")
+        decided = tuple(map(_decode_decided, record.get("decided", ())))
+        return cls(None if asked is None else Asked(**asked), decided)
+
+
+def _decode_decided(record: Mapping[str, Any]) -> Decided:
+    batches: Sequence[int] | None = record["batches"]
+    limits = None if batches is None else tuple(batches)
+    return Decided(**{**record, "action": Action(**record["action"]), "batches": limits})
+
+
+RequestStatus = Literal["pending", "applied", "called off"]
+"""The status of a request, as in `events.Steered`."""

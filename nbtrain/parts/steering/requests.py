@@ -1,0 +1,109 @@
+"""Requests to steer a run, from any process of its user: files in the run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...part_api import (
+    NbtrainError,
+    PlanError,
+    Run,
+    RunFolder,
+    RunState,
+    check_allowed,
+    write_atomically,
+)
+from ...part_api import events as ev
+from .orders import AFTER, Action
+
+PREFIX = "request-"
+"""The start of the names of the files."""
+
+_ANSWER_TIMEOUT_S = 3.0
+"""For the ranks to carry a request out, before the caller goes on."""
+
+_NOT_STEERABLE = (
+    "this run cannot be steered: its process must see the optimizer's steps (`--telemetry steps`), "
+    "its ranks must run outside the kernel, and it must be no part of a launch on several hosts. "
+    "Runs of an older nbtrain, or with steering in NBTRAIN_DISABLE, cannot be steered either"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user wants of a run."""
+
+    token: str
+    """Names the request in the run's events."""
+    by: str
+    """Who made it, and how."""
+    action: Action
+
+
+def write(folder: RunFolder, action: Action, by: str) -> str:
+    """Ask the process that watches a run for an action; return the token of the request.
+
+    Raises `NbtrainError` if the run cannot be steered, and `OSError` on a full disk.
+    """
+    check_allowed("steering", "steering a run")
+    folder.check_exists()
+    folder.check_trust()
+    if not (folder.path / "bell").exists():
+        raise NbtrainError(_NOT_STEERABLE)
+    token = f"{time.time_ns()}-{secrets.token_hex(4)}"  # in the order of time
+    data = json.dumps(asdict(Request(token, by, action))).encode()
+    write_atomically(folder.path / f"{PREFIX}{token}.json", data)
+    return token
+
+
+def take(folder: Path) -> Iterator[Request]:
+    """Yield the requests that were made since the last call, in their order, and delete them.
+
+    A file that is damaged is deleted, too. Raises `OSError` if the folder cannot be read.
+    """
+    names = [name for name in os.listdir(folder) if name.startswith(PREFIX)]
+    for name in sorted(name for name in names if name.endswith(".json")):
+        request: Request | None = None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads((folder / name).read_bytes())
+            action = Action(**record["action"])
+            if action.after in AFTER:
+                request = Request(str(record["token"]), str(record["by"]), action)
+        (folder / name).unlink(missing_ok=True)
+        if request is not None:
+            yield request
+
+
+def finish(run: Run, after: str = "step", by: str = "by run.finish()") -> ev.Steered | None:
+    """Do what `Run.finish` does; return the status of the request, None if it is not known yet."""
+    if after not in AFTER:
+        raise PlanError(f'a training finishes after a "step" or an "epoch", not after {after!r}')
+    state = run.state
+    if state.is_over:
+        raise NbtrainError(f"{run.folder.name} has ended already: {state.outcome}")
+    for earlier in active(state, "finish"):
+        raise NbtrainError(f"{run.folder.name} was asked to finish already, {earlier.by}")
+    token = write(RunFolder(run.folder), Action("finish", after), by)
+
+    def answers(state: RunState) -> list[ev.Steered]:
+        return [s for s in state.steered if s.token == token]
+
+    run.wait_for_state(
+        lambda state: any(s.status != "pending" for s in answers(state)), _ANSWER_TIMEOUT_S
+    )
+    answer = next(iter(answers(run.state)), None)
+    if answer is not None and answer.status == "called off":
+        raise NbtrainError(answer.text)
+    return answer
+
+
+def active(state: RunState, action: str) -> list[ev.Steered]:
+    """Return the requests for an action that are pending or were carried out."""
+    return [s for s in state.steered if s.action == action and s.status != "called off"]
