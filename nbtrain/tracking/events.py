@@ -446,8 +446,8 @@ class StepBoundary(Event, kind="boundary"):
     """Optimizer steps of its task, of any optimizer: the ranks agree on this number."""
     step: int = 0
     """The number of the step, as `TrainingCounts.steps`."""
-    batches: tuple[int, ...] = ()
-    """The batches that each loader of the training has given in its present pass."""
+    batches: tuple[tuple[int, int], ...] = ()
+    """For each loader of the training, its present pass and the batches that it has given in it."""
     bars: int = 0
     """The number of bars that the training iterates over."""
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from .. import part
 from ..system.files import ReservedFile
 from ..tracking.event_log import EventWriter
 from ..transport.job import Job
 from .device_scalars import ScalarReader
+from .hooks.batches import LatestPasses
 from .stopping import StopOnRequest
-
-if TYPE_CHECKING:
-    from .observers.data_loading import LoaderPass
 
 
 @dataclass(eq=False)
@@ -37,8 +34,8 @@ class TrainingFigures:
     loader_place: tuple[int | None, int | None, int | None] = (None, None, None)
     """Of the loader that feeds the steps: the epoch, the batch before the last step, and how many
     batches it has. Before the first step, of the loader that gave the last batch."""
-    feeding: dict[int, LoaderPass] = field(default_factory=dict)
-    """The last pass over each loader whose batches steps were made of, by the loader's identity."""
+    passes: LatestPasses = field(default_factory=LatestPasses)
+    """What is known of the loaders."""
     losses: tuple[float, int] = (0.0, 0)
     """The sum and the number of the finite losses up to the last step; at the end, of all."""
     losses_before: tuple[float, int] = (0.0, 0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-import weakref
+from operator import attrgetter
 from typing import Any
 
 from ...part_api import Finding, Observer, RankContext, hooks, patch
 from ...part_api import events as ev
-from ...worker.observers.data_loading import LoaderPass, loader_identity
+from ...worker.hooks.batches import LoaderPass
 from .bars import BarLoops
 from .orders import Decided
 from .trainers import Trainers
@@ -29,6 +30,10 @@ _STILL_TRAINS = Finding(
 )
 
 
+_NOTHING = (0, 0.0)
+"""The end of a loader that had not fed the training."""
+
+
 class Finishing(Observer):
     """The end of a training in one rank."""
 
@@ -43,28 +48,25 @@ class Finishing(Observer):
         self._after, self._is_due = "step", False
         self._may_read = threading.Event()  # for threads that read ahead
         self._may_read.set()
-        self._limits: weakref.WeakKeyDictionary[LoaderPass, float] = weakref.WeakKeyDictionary()
+        self._ends: dict[int, tuple[int, float]] = {}
         self._thread = 0
         self._has_noted = False
         self._last_step = sys.maxsize  # of a training that nothing ends
 
-    def prepare(self) -> tuple[tuple[int, ...], int]:
-        """Stop what other threads read ahead; return the batches and bars of the training."""
+    def prepare(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Stop what other threads read ahead; return the place in the data, and the bars."""
         self._thread = threading.get_ident()
         self._may_read.clear()
         patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", self._next)
-        return tuple(map(self._count_batches, self._open_passes())), len(self._bars)
-
-    def _open_passes(self) -> list[LoaderPass]:
-        """Return the passes that feed the training and have not ended."""
-        fed = self._context.figures.feeding.values()
-        return [each for each in fed if each.is_unfinished and not each.is_aside]
+        passes = self._context.figures.passes.of_training
+        return tuple((each.ordinal, self._count_batches(each)) for each in passes), len(self._bars)
 
     def _count_batches(self, each: LoaderPass) -> int:
         """Return how many batches a pass has given, with one that another thread is reading."""
         iterator = each.iterator()
-        count = 0 if iterator is None else int(iterator._num_yielded)
-        return count + (each.reader != self._thread)
+        if iterator is None or each.is_aside:
+            return each.batch
+        return int(iterator._num_yielded) + (each.reader != self._thread)
 
     def release(self) -> None:
         """Let other threads read on."""
@@ -73,14 +75,15 @@ class Finishing(Observer):
     def apply(self, decided: Decided) -> None:
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
-        passes = self._open_passes()
-        counts = decided.batches or tuple(map(self._count_batches, passes))
+        passes = self._context.figures.passes.of_training
+        self._ends = dict(
+            zip(map(attrgetter("loader"), passes), decided.batches or (), strict=False)
+        )
         is_epoch = self._after == "epoch"
-        for each, count in zip(passes, counts, strict=False):
-            self._limits[each] = float("inf") if is_epoch else count
-        self._context.is_finishing = not (is_epoch and passes)
+        has_loader = any(not each.is_aside for each in passes)
+        self._context.is_finishing = not (is_epoch and has_loader)
         if decided.ends_bars and is_epoch:
-            self._bars.end_outer(has_loader=bool(passes))
+            self._bars.end_outer(has_loader=has_loader)
         elif decided.ends_bars:
             self._bars.end()
         self._trainers.end()
@@ -91,36 +94,29 @@ class Finishing(Observer):
             hooks.add(self, hooks.notify.on_step)
 
     def _next(self, original: Any, it: Any) -> Any:
-        """Return a loader's next batch; of a loader of the training, only up to its limit."""
-        if not self._is_of_training(it):
+        """Return a loader's next batch; of a loader of the training, only up to its end."""
+        latest = self._context.figures.passes.find(it)
+        is_evaluation = not sys.modules["torch"].is_grad_enabled()
+        if latest is None or not latest.is_training or is_evaluation:
             return original(it)
         if threading.get_ident() != self._thread:
             self._may_read.wait()
         if not self._is_due:
             return original(it)
-        is_new = not it._num_yielded  # workers that stay have one iterator for all passes
-        limit = 0 if is_new else self._limits.get(vars(it).get("_nbtrain_pass"), 0)
-        if it._num_yielded >= limit:
-            self._note_end(is_new=is_new)
+        place = latest.ordinal + (not it._num_yielded), it._num_yielded
+        end = self._ends.get(latest.loader, _NOTHING)
+        if self._after == "epoch":
+            end = end[0], math.inf
+        if place >= end:
+            self._context.is_finishing = True
+            if place[0] > end[0]:
+                self._write_note(_GOES_ON)
             raise StopIteration
         try:
             return original(it)
         except StopIteration:
-            self._context.is_finishing = True
+            self._context.is_finishing = self._context.is_finishing or latest.ordinal >= end[0]
             raise
-
-    def _is_of_training(self, it: Any) -> bool:
-        """Return whether steps were made of batches of this loader, and this is no evaluation."""
-        source = loader_identity(it)
-        fed = self._context.figures.feeding.get(id(source))
-        is_same = fed is not None and (fed.loader is None or fed.loader() is source)
-        return is_same and sys.modules["torch"].is_grad_enabled()
-
-    def _note_end(self, *, is_new: bool) -> None:
-        """Take note that a pass was ended; of a new one, which gives nothing, write a note."""
-        self._context.is_finishing = True
-        if is_new:
-            self._write_note(_GOES_ON)
 
     def on_step(self, optimizer: Any) -> None:
         """Write a note if the training goes on, because nothing ends its loop."""

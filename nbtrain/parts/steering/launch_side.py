@@ -234,10 +234,12 @@ def _has_stepped(rank: RankState) -> bool:
     return rank.progress is not None and rank.progress.steps > 0
 
 
-def _furthest_batches(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return for each loader the most batches that a rank has read; None if the loaders differ."""
+def _furthest_batches(
+    counts: Sequence[tuple[tuple[int, int], ...]],
+) -> tuple[tuple[int, int], ...]:
+    """Return for each loader how far the rank is that has read most; () if the loaders differ."""
     if len({len(each) for each in counts}) != 1:
-        return None
+        return ()
     return tuple(max(of_loader) for of_loader in zip(*counts, strict=True))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -36,9 +36,9 @@ class Decided:
     request: int
     is_applied: bool
     action: Action
-    batches: tuple[int, ...] | None = None
-    """The batches that each loader of the training may give in its present pass: as many as the
-    foremost rank has read. None: the ranks differ in their loaders, and none may give another."""
+    batches: tuple[tuple[int, int], ...] = ()
+    """The pass and the batch in it up to which each loader of the training may give batches: that
+    of the rank that has read furthest. Empty: the ranks differ in their loaders."""
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""
 
@@ -63,9 +63,8 @@ class Orders:
 
 
 def _decode_decided(record: Mapping[str, Any]) -> Decided:
-    batches: Sequence[int] | None = record["batches"]
-    limits = None if batches is None else tuple(batches)
-    return Decided(**{**record, "action": Action(**record["action"]), "batches": limits})
+    batches = tuple((int(number), int(count)) for number, count in record["batches"])
+    return Decided(**{**record, "action": Action(**record["action"]), "batches": batches})
 
 
 RequestStatus = Literal["pending", "applied", "called off"]

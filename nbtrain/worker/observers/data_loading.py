@@ -9,52 +9,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...findings import Finding
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
+from ..hooks.batches import LoaderPass, loader_of
 from ..rank_context import TrainingFigures
 from .evidence.data_order import DataOrder
 from .reports import Meter, ReportReason
-
-
-@dataclass(eq=False)
-class LoaderPass:
-    """A pass over a loader's data, kept with its iterator."""
-
-    iterator: weakref.ref[Any]
-    dataset: int
-    """The id of its data set."""
-    number: int
-    """Counts the passes over any data."""
-    batches: int | None
-    """Of the whole pass; None where it is unknown."""
-    loader: weakref.ref[Any] | None
-    """What `loader_identity` returns; None where that cannot be referenced weakly."""
-    identity: int
-    """The id of that."""
-    batch: int = 0
-    """The last one that may have been used, from 1."""
-    fed: int = 0
-    """The last batch before a step."""
-    epoch: int | None = None
-    """Which of the passes over its data set that fed steps; None before its first step."""
-    ahead: int | None = 0
-    """The samples of a batch that Accelerate has read ahead; None where they are unknown."""
-    feeds: bool = False
-    """Whether steps were taken with it."""
-    is_aside: bool = False
-    """Whether it is like a validation: read to its end, or without gradients."""
-    reader: int = 0
-    """The thread that has read its last batch."""
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether it can give more: ``next(iter(loader))`` leaves one that cannot."""
-        iterator = self.iterator()
-        return iterator is not None and iterator._nbtrain_pass is self
 
 
 class DataLoadingMeter(Meter):
@@ -109,9 +72,7 @@ class DataLoadingMeter(Meter):
             samples = self._samples if self._has_stepped else None
             for each in feeding:
                 samples = (samples or 0) + self._pending[each]
-                if not each.feeds:
-                    each.feeds = True
-                    self._figures.feeding[each.identity] = each
+                each.feeds = each.is_training = True
             self._pending.clear()
             self._samples, self._has_stepped = samples, True
 
@@ -158,11 +119,8 @@ class DataLoadingMeter(Meter):
         passed, count = vars(it).get("_nbtrain_pass"), it._num_yielded
         if passed is None or count == 1:
             number = self._newest.number + 1 if self._newest is not None else 1
-            source = loader_identity(it)
-            loader = _weakly(source)
-            passed = LoaderPass(
-                weakref.ref(it), id(it._dataset), number, _length(it), loader, id(source)
-            )
+            passed = LoaderPass(weakref.ref(it), id(it._dataset), number, _length(it))
+            self._figures.passes.add(it, passed)
             self._newest = it._nbtrain_pass = passed
             self._remember_dataset(it._dataset)
         passed.reader = reader
@@ -227,25 +185,6 @@ def _length(iterator: Any) -> int | None:
         loader = iterator if iterator._dataset_kind == 0 else loader_of(iterator)
         return len(loader) if loader is not None else None
     except Exception:  # a sampler without a length, or with an unusual one
-        return None
-
-
-def loader_of(iterator: Any) -> Any:
-    """Return fastai's loader that one of torch's iterators reads for; None for another's."""
-    source = iterator._dataset
-    is_fastai = type(source).__module__ == "fastai.data.load" and hasattr(source, "d")
-    return source.d if is_fastai else None
-
-
-def loader_identity(iterator: Any) -> Any:
-    """Return an object that all passes over one loader share, and no other loader has."""
-    return loader_of(iterator) or iterator._index_sampler
-
-
-def _weakly(value: Any) -> weakref.ref[Any] | None:
-    try:
-        return weakref.ref(value)
-    except TypeError:  # a list as the batch sampler
         return None
 
 

@@ -1,0 +1,314 @@
+"""Trainings of unchanged code that are asked to finish: they end at one step on all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import nbtrain
+from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.steering.orders import Action
+from nbtrain.parts.steering.requests import write
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.run_folder import RunFolder
+from tests.support.runs import launch
+
+pytestmark = pytest.mark.part("steering")
+
+EPOCHS, BATCHES = 40, 25
+PLANNED = EPOCHS * BATCHES
+
+
+class Count:
+    """Counts the steps of a rank, and has the first one ask for the end at a step."""
+
+    def __init__(self, at: int = 30, after: str = "step") -> None:
+        self.at, self.after, self.steps = at, after, 0
+
+    def step(self) -> None:
+        """Count a step; the test would be over in no time without a pause."""
+        self.steps += 1
+        time.sleep(0.002)
+        if self.steps == self.at and nbtrain.rank() == 0:
+            folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+            write(folder, Action("finish", self.after), "by the test")
+
+
+def data(samples: int = 4 * BATCHES * 2) -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return a training loader, with this rank's part of the data, and an evaluation loader."""
+    dataset = data()
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
+    return DataLoader(dataset, batch_size=4, sampler=sampler), DataLoader(data(20), batch_size=4)
+
+
+def wrapped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, count: Count) -> None:
+    x, y = batch
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    count.step()
+
+
+def bare(count: Count) -> tuple[int, int, int]:
+    model, optimizer = wrapped()
+    training, validation = loaders()
+    epochs = evaluated = 0
+    for _ in range(EPOCHS):
+        for batch in training:
+            fit(model, optimizer, batch, count)
+        epochs += 1
+        for _ in validation:  # with gradients, as careless code does
+            evaluated += 1
+    return count.steps, epochs, evaluated
+
+
+def workers_that_stay(count: Count) -> tuple[int, int]:
+    model, optimizer = wrapped()
+    dataset = data()
+    training = DataLoader(
+        dataset,
+        batch_size=4,
+        sampler=DistributedSampler(dataset),
+        num_workers=1,
+        persistent_workers=True,
+    )
+    for _ in range(EPOCHS):
+        for batch in training:
+            fit(model, optimizer, batch, count)
+    return count.steps, EPOCHS
+
+
+def bar_of_epochs(count: Count) -> tuple[int, int, int]:
+    from tqdm.auto import tqdm
+
+    model, optimizer = wrapped()
+    training, validation = loaders()
+    epochs = evaluated = 0
+    for _ in tqdm(range(EPOCHS)):
+        for batch in training:
+            fit(model, optimizer, batch, count)
+        epochs += 1
+        with torch.no_grad():
+            evaluated += sum(1 for _ in tqdm(validation))
+    return count.steps, epochs, evaluated
+
+
+def bar_on_the_first_rank(count: Count) -> tuple[int, int]:
+    from tqdm.auto import tqdm
+
+    model, optimizer = wrapped()
+    training, _ = loaders()
+    epochs = 0
+    for _ in tqdm(range(EPOCHS)) if nbtrain.rank() == 0 else range(EPOCHS):
+        for batch in training:
+            fit(model, optimizer, batch, count)
+        epochs += 1
+        torch.distributed.barrier()  # as in an evaluation
+    return count.steps, epochs
+
+
+def progress_of_steps(count: Count) -> tuple[int, int]:
+    model, optimizer = wrapped()
+    rounds = 0
+    for _ in nbtrain.progress(range(PLANNED)):
+        fit(model, optimizer, (torch.randn(4, 3), torch.randn(4, 1)), count)
+        rounds += 1
+    return count.steps, rounds
+
+
+def asks(count: Count) -> tuple[int, int]:
+    model, optimizer = wrapped()
+    while count.steps < PLANNED and not nbtrain.should_stop():
+        fit(model, optimizer, (torch.randn(4, 3), torch.randn(4, 1)), count)
+    return count.steps, 1
+
+
+def accelerated(count: Count) -> tuple[int, int]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    training = DataLoader(data(), batch_size=4)
+    model, optimizer, training, schedule = accelerator.prepare(model, optimizer, training, schedule)
+    steps = 0
+    for _ in range(EPOCHS * 4):
+        for x, y in training:
+            with accelerator.accumulate(model):
+                accelerator.backward(((model(x) - y) ** 2).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                steps += accelerator.sync_gradients
+            if accelerator.sync_gradients:
+                count.step()
+        accelerator.wait_for_everyone()
+    return count.steps, int(steps)
+
+
+def stream(count: Count) -> tuple[int, int]:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            for _ in range(PLANNED):
+                yield torch.randn(3), torch.randn(1)
+
+    model, optimizer = wrapped()
+    for batch in DataLoader(Stream(), batch_size=1):
+        fit(model, optimizer, batch, count)
+    return count.steps, 1
+
+
+def read_ahead(count: Count) -> tuple[int, int]:
+    """A thread reads batches ahead, on each rank another number of them."""
+    import queue
+    import threading
+
+    model, optimizer = wrapped()
+    training, _ = loaders()
+    for _ in range(EPOCHS):
+        ready: queue.Queue[Any] = queue.Queue(3 + 6 * nbtrain.rank())
+
+        def read(into: queue.Queue[Any] = ready) -> None:
+            for batch in training:
+                into.put(batch)
+            into.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        while (batch := ready.get()) is not None:
+            fit(model, optimizer, batch, count)
+    return count.steps, EPOCHS
+
+
+LOOPS: dict[str, tuple[Callable[[Count], Any], int]] = {
+    "bare": (bare, 0),
+    "workers that stay": (workers_that_stay, 0),
+    "a bar of epochs": (bar_of_epochs, 0),
+    "a bar on the first rank": (bar_on_the_first_rank, 0),
+    "a bar of steps": (progress_of_steps, 0),
+    "it asks": (asks, 0),
+    "accelerate": (accelerated, 1),
+    "a stream": (stream, 0),
+    "a thread reads ahead": (read_ahead, 11),
+}
+"""Training functions, and how many steps they make after the agreed one, at most."""
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_training_ends_on_all_ranks_after_the_same_step(name: str) -> None:
+    function, more = LOOPS[name]
+    run = launch(function, Count(), n=2)
+    (steps, *rest), *others = run.results
+    assert [[steps, *rest]] * len(others) == [list(each) for each in others]
+    asked = next(s for s in run.state.steered if s.status == "applied")
+    assert asked.step is not None
+    assert 30 <= asked.step < PLANNED
+    assert asked.step <= steps <= asked.step + more
+    assert run.state.status == "succeeded"
+    assert f"finished early at step {steps}" in run.state.message
+
+
+def test_the_epochs_that_are_left_train_nothing_and_evaluate() -> None:
+    run = launch(bare, Count(), n=2)
+    steps, epochs, evaluated = run.value
+    assert (epochs, evaluated) == (EPOCHS, EPOCHS * 5)
+    assert steps < PLANNED
+    assert [f.code for f in run.state.findings].count("finish-empty-epochs") == 1
+
+
+def test_a_bar_of_epochs_ends_after_the_validation_of_the_epoch() -> None:
+    steps, epochs, evaluated = launch(bar_of_epochs, Count(), n=2).value
+    assert epochs == (steps - 1) // BATCHES + 1
+    assert evaluated == 5 * epochs
+
+
+@pytest.mark.parametrize("function", [bare, bar_of_epochs, bar_on_the_first_rank, read_ahead])
+def test_a_training_ends_after_its_epoch(function: Callable[[Count], Any]) -> None:
+    run = launch(function, Count(after="epoch"), n=2)
+    assert run.results[0] == run.results[1]
+    steps = run.value[0]
+    asked = next(s for s in run.state.steered if s.status == "applied")
+    assert asked.step is not None
+    assert steps % BATCHES == 0
+    assert 0 <= steps - asked.step < BATCHES + 10
+
+
+def silent(count: Count) -> int:
+    model, optimizer = wrapped()
+    for _ in range(120):
+        fit(model, optimizer, (torch.randn(4, 3), torch.randn(4, 1)), count)
+    return count.steps
+
+
+def test_a_loop_that_nothing_can_end_goes_on_and_says_so() -> None:
+    run = launch(silent, Count(), n=2)
+    assert run.results == [120, 120]
+    assert "finish-still-trains" in [f.code for f in run.state.findings]
+
+
+def test_a_request_before_the_first_step_is_not_lost() -> None:
+    run = launch(bare, Count(), n=2, background=True)
+    run.finish()
+    steps = run.wait().value[0]
+    assert run.state.status == "succeeded"
+    assert 1 <= steps < 30
+
+
+def test_a_second_request_and_one_after_the_end_are_refused() -> None:
+    run = launch(bare, Count(at=10**6), n=2, background=True)
+    run.finish()
+    with pytest.raises(NbtrainError, match="already"):
+        run.finish()
+    run.wait()
+    with pytest.raises(NbtrainError, match="has ended"):
+        run.finish()
+    with pytest.raises(PlanError, match="after"):
+        run.finish(after="batch")
+
+
+def unequal(count: Count) -> int:
+    """Rank 1 makes no step for long, and does not need rank 0."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for batch in DataLoader(data(8 * BATCHES * (1 if nbtrain.rank() else 30)), batch_size=4):
+        if count.steps == 20 and nbtrain.rank() == 1:
+            time.sleep(6)
+        fit(model, optimizer, batch, count)
+    return count.steps
+
+
+def test_a_rank_that_makes_no_step_is_named_and_all_go_on() -> None:
+    run = launch(unequal, Count(), n=2)
+    assert run.results == [30 * 2 * BATCHES, 2 * BATCHES]
+    (asked,) = run.state.steered
+    assert (asked.status, asked.step) == ("called off", None)
+    assert "rank 1 " in asked.text
+    assert isinstance(run.exception, type(None))
+
+
+def test_a_run_with_nothing_to_look_at_cannot_be_finished() -> None:
+    run = launch(silent, Count(at=10**6), n=2, background=True, telemetry="none")
+    with pytest.raises(NbtrainError, match="cannot be steered"):
+        run.finish()
+    run.stop()
+    assert not [e for e in run.state.steered if isinstance(e, ev.Steered)]
