@@ -13,9 +13,11 @@ from ..findings import Finding
 from ..planning.option_types import Option
 from ..planning.plan import Cell, Plan
 from ..tracking import events as ev
+from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport.job import Job
 from ..ui.displays.html_display import Display
+from ..ui.displays.widget_controls import RunButton
 
 
 class CellPlace(Protocol):
@@ -116,6 +118,10 @@ class LaunchSide:
         """Return what shows a run instead of the `board`; None: the board."""
         return None
 
+    def buttons(self, folder: RunFolder) -> Sequence[RunButton]:
+        """Return buttons for the board of a run that has started."""
+        return ()
+
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
@@ -132,6 +138,11 @@ def launch_sides() -> tuple[LaunchSide, ...]:
     return tuple(
         part.load(each.launch_side)() for each in part.parts().values() if each.launch_side
     )
+
+
+def buttons(folder: RunFolder) -> list[RunButton]:
+    """Return the parts' buttons for the board of a run that has started."""
+    return [button for side in launch_sides() for button in side.buttons(folder)]
 
 
 def companions(

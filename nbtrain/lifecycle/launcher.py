@@ -52,7 +52,7 @@ from ..ui.displays.tracebacks import show_rank_traceback
 from ..worker import nested_launches, rank_context
 from . import background, limits
 from .follower import Follower
-from .launch_sides import launch_sides
+from .launch_sides import buttons, launch_sides
 from .restarts import run_attempts
 from .run import (
     Run,
@@ -345,7 +345,9 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
             supervisor = Supervisor(job.folder, state, plan, ranks_stay=engine.ranks_stay)
             stop = partial(supervisor.request_stop, "by the Stop button")
             read_stacks = partial(stacks.read_stacks, job.folder, range(job.world_size))
-            display = _display(plan, engine, partial(select.choose, plan.view, stop, read_stacks))
+            of_parts = partial(buttons, job.folder)
+            board = partial(select.choose, plan.view, stop, read_stacks, of_parts)
+            display = _display(plan, engine, board)
             run = execute(job, engine, supervisor, display, interrupts)
             every = limits.PRUNE_EVERY_TASKS if engine.ranks_stay else 1
             prune_old_runs(job.folder, lambda: interrupts.count > 0, every=every)

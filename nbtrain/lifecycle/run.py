@@ -43,6 +43,7 @@ from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
 from ..ui.summary import Summary, summary, to_dict
 from .follower import Follower, shared_follower
+from .launch_sides import buttons
 from .run_info import frame, run_info
 from .supervisor import Interrupts, Supervisor
 
@@ -498,7 +499,9 @@ def draw_live(run: Run, view: str = "auto") -> bool:
     if not isinstance(watcher, Follower):
         return False
     stop = partial(watcher.request_stop, "by the Stop button")
-    display = select.choose(view, stop, run.stacks, is_background=True)
+    display = select.choose(
+        view, stop, run.stacks, partial(buttons, run._folder), is_background=True
+    )
     guarded = select.GuardedDisplay(display)
     guarded.update(run.state, clock.now(run.state.clock_offset))
     watcher.show(guarded.update, guarded.finish)

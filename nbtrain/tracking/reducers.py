@@ -174,11 +174,13 @@ def _reduce_gpu_memory(state: RunState, event: ev.GpuMemory) -> Changes:
 
 
 def _reduce_steered(state: RunState, event: ev.Steered) -> Changes:
-    """Return the state's changes: the present status of a request."""
+    """Return the state's changes: the present status of a request, which is also the message."""
     by, text = _shorten_name(event.by), _shorten_note(event.text)
     event = replace(event, token=event.token[: limits.MAX_NAME_CHARS], by=by, text=text)
-    others = (each for each in state.steered if each.request != event.request)
-    return {"steered": (*others, event)[-limits.MAX_ITEMS :]}
+    others = [each for each in state.steered if each.request != event.request]
+    is_second = event.status == "called off" and any(o.status != "called off" for o in others)
+    new: Changes = {"steered": (*others, event)[-limits.MAX_ITEMS :]}
+    return new if is_second else {**new, "message": text}
 
 
 RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {

@@ -185,7 +185,8 @@ def _count_joined(state: RunState) -> int:
 
 def is_restarted(state: RunState) -> bool:
     """Return whether the run's message is the reason why it was restarted."""
-    return state.attempt > 1 and state.status in ("starting", "running") and not state.hang
+    has_reason = state.status in ("starting", "running") and not state.hang and not state.steered
+    return state.attempt > 1 and has_reason
 
 
 def has_ended_badly(state: RunState) -> bool:

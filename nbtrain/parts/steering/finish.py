@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from operator import attrgetter
 from typing import Any
 
 from ...part_api import Finding, Observer, RankContext, hooks, patch
@@ -76,9 +75,8 @@ class Finishing(Observer):
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
         passes = self._context.figures.passes.of_training
-        self._ends = dict(
-            zip(map(attrgetter("loader"), passes), decided.batches or (), strict=False)
-        )
+        loaders = (each.loader for each in passes)
+        self._ends = dict(zip(loaders, decided.batches, strict=False))
         is_epoch = self._after == "epoch"
         has_loader = any(not each.is_aside for each in passes)
         self._context.is_finishing = not (is_epoch and has_loader)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...part_api import (
     LOGGER,
@@ -23,14 +24,23 @@ from ...part_api import events as ev
 from ...planning.option_types import read_disabled
 from ...tracking.overview.run_progress import estimate_run
 from ...transport.orders import OrderWriter
+from ...ui.displays.widget_controls import RunButton
 from . import requests
 from .agreement import Agreement
 from .limits import AGREEMENT_TIMEOUT_S
-from .orders import Asked, Decided, Orders, RequestStatus
+from .orders import Action, Asked, Decided, Orders, RequestStatus
 
 
 class SteeringLaunch(LaunchSide):
     """Has a run accept requests, if its ranks can carry them out at one step."""
+
+    def buttons(self, folder: RunFolder) -> Sequence[RunButton]:
+        """Return the button Finish, for a run that can be steered."""
+        if not requests.can_be_steered(folder):
+            return ()
+        press = partial(requests.write, folder, Action(), "by the Finish button")
+        busy = partial(requests.active, action="finish")
+        return [RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy)]
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
@@ -51,6 +61,12 @@ class SteeringLaunch(LaunchSide):
         except OSError as error:  # a full disk: the run is not steered
             LOGGER.info("the run cannot be steered: %s", error)
             return None
+
+
+_TIP = (
+    "End the training after this step, as if its loop had come to its end; what follows it still "
+    "runs, and the weights come back"
+)
 
 
 @dataclass

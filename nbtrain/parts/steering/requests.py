@@ -47,6 +47,11 @@ class Request:
     action: Action
 
 
+def can_be_steered(folder: RunFolder) -> bool:
+    """Return whether the process that watches a run takes requests."""
+    return (folder.path / "bell").exists()
+
+
 def write(folder: RunFolder, action: Action, by: str) -> str:
     """Ask the process that watches a run for an action; return the token of the request.
 
@@ -55,7 +60,7 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     check_allowed("steering", "steering a run")
     folder.check_exists()
     folder.check_trust()
-    if not (folder.path / "bell").exists():
+    if not can_be_steered(folder):
         raise NbtrainError(_NOT_STEERABLE)
     token = f"{time.time_ns()}-{secrets.token_hex(4)}"  # in the order of time
     data = json.dumps(asdict(Request(token, by, action))).encode()

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,17 +21,19 @@ from .html_display import Display, HtmlDisplay, ipython_shell, is_marimo
 from .rank_outputs import WithOutputs
 from .terminal import TableDisplay, TextDisplay, can_redraw
 from .widget_board import WidgetDisplay
+from .widget_controls import RunButton
 
 
 def choose(
     view: str,
     stop: Callable[[], None] = lambda: None,
     stacks: Callable[[], object] = lambda: "",
+    buttons: Callable[[], Sequence[RunButton]] = tuple,
     *,
     inline: bool = False,
     is_background: bool = False,
 ) -> Display:
-    """Return the display for ``--view``; its buttons call `stop` and `stacks`.
+    """Return the display for ``--view``; its buttons call `stop` and `stacks`, and are `buttons`.
 
     'auto' is a board with a Stop button if a click can be handled while the cell runs. It is HTML
     in any other notebook, text in a terminal or a console, and text followed by the HTML summary in
@@ -58,7 +60,9 @@ def choose(
         pump: kernel_comms.Pump | None = kernel_comms.idle_pump
     else:
         pump = None if inline else kernel_comms.find_pump(shell)
-    return HtmlDisplay() if pump is None and view == "auto" else WidgetDisplay(pump, stop, stacks)
+    if pump is None and view == "auto":
+        return HtmlDisplay()
+    return WidgetDisplay(pump, stop, stacks, buttons)
 
 
 def with_outputs(display: Display) -> Display:

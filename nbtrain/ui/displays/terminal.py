@@ -39,13 +39,17 @@ class TextDisplay(Display):
         self._lines: dict[int, str] = {}
         self._next_line_at: float | None = None
         self._hang = ""
+        self._steered: tuple[ev.Steered, ...] = ()
 
     def update(self, state: RunState, now: float) -> None:
-        """Print new lines of the ranks, a hang that begins or ends, and at times the progress."""
+        """Print new lines, a hang that begins or ends, requests, and at times the progress."""
         _print(self._output.new_lines(state))
         if state.hang != self._hang:
             self._hang = state.hang
             _print([f"⚠ {state.hang}" if state.hang else "● the run continues"])
+        if state.steered != self._steered:
+            self._steered = state.steered
+            _print([f"● {state.steered[-1].text}"])
         if self._next_line_at is None:
             self._next_line_at = now + limits.REPORT_INTERVAL_S
             _print([f"● {state.full_title}: {run_texts.facts(state, now)}"])

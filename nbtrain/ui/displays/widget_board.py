@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...tracking import limits as tracking_limits
@@ -13,7 +13,7 @@ from .. import limits, run_texts
 from ..board import board
 from .html_display import Display, Pace, bundle, show
 from .kernel_comms import Pump
-from .widget_controls import Controls
+from .widget_controls import Controls, RunButton
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -37,10 +37,14 @@ class WidgetDisplay(Display):
     """
 
     def __init__(
-        self, pump: Pump | None, stop: Callable[[], None], stacks: Callable[[], object]
+        self,
+        pump: Pump | None,
+        stop: Callable[[], None],
+        stacks: Callable[[], object],
+        buttons: Callable[[], Sequence[RunButton]] = tuple,
     ) -> None:
         self._pump = pump
-        self._stop, self._stacks = stop, stacks
+        self._stop, self._stacks, self._buttons = stop, stacks, buttons
         self._parts: list[Any] = []
         self._frame: Any = None
         self._title_row: Any = None
@@ -96,7 +100,7 @@ class WidgetDisplay(Display):
         self._title_row = ipywidgets.HBox(self._parts[:1], layout={"flex_flow": "row wrap"})
         body = [self._title_row, *self._parts[1:], self._status_html]
         if self._pump is not None:
-            self._controls = Controls(self._stop, self._stacks)
+            self._controls = Controls(self._stop, self._stacks, self._buttons())
             self._title_row.children = (*self._parts[:1], self._controls.row)
             body[1:1] = [self._controls.more, self._controls.panel]
         self._frame = ipywidgets.VBox(body, layout=around)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...errors import NbtrainError
 from ...tracking.limits import MAX_SINGLE_RANKS
 from ...tracking.state import RunState
 from .. import card, limits
@@ -22,6 +24,21 @@ _ALIKE = "alike in a row"
 _RANKS = {_ALIKE: False, "each": True}
 
 
+@dataclass(frozen=True)
+class RunButton:
+    """A button of a part, beside Stop."""
+
+    label: str
+    icon: str
+    """The name of an icon of Font Awesome 4."""
+    tip: str
+    busy_label: str
+    """The label while it cannot be pressed."""
+    press: Callable[[], object]
+    is_busy: Callable[[RunState], object]
+    """Whether the run does already what the button is for."""
+
+
 class Controls:
     """Buttons, and menus that the button ⋯ shows.
 
@@ -29,7 +46,12 @@ class Controls:
     ranks or the run as a picture.
     """
 
-    def __init__(self, stop: Callable[[], None], stacks: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        stop: Callable[[], None],
+        stacks: Callable[[], object],
+        buttons: Sequence[RunButton] = (),
+    ) -> None:
         import ipywidgets
 
         self._stop = stop
@@ -51,8 +73,16 @@ class Controls:
         self._image_button = new(description="Copy as image", tooltip=_IMAGE_TIP)
         self._image_button.on_click(self._on_image)
         self._drawn: tuple[RunState, float] | None = None
-        buttons = [self._button, self._stacks_button, self._dots]
-        self.row = ipywidgets.HBox(buttons, layout={"flex": "0 0 auto", "align_self": "flex-start"})
+        self._of_parts = [
+            (each, new(description=each.label, icon=each.icon, tooltip=each.tip))
+            for each in buttons
+        ]
+        self._pressed: dict[str, float] = {}  # when, by label
+        for each, button in self._of_parts:
+            button.on_click(partial(self._on_part, each))
+        of_parts = [button for _, button in self._of_parts]
+        row = [self._button, *of_parts, self._stacks_button, self._dots]
+        self.row = ipywidgets.HBox(row, layout={"flex": "0 0 auto", "align_self": "flex-start"})
         self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
 
     def _make_menu(self, name: str, *options: str) -> Any:
@@ -101,6 +131,11 @@ class Controls:
         stopping = self._stopping or state.status == "stopping"
         if stopping and not self._button.disabled:
             self._button.description, self._button.disabled = "stopping…", True
+        for each, button in self._of_parts:
+            is_new = now - self._pressed.get(each.label, 0.0) < limits.MAX_DRAW_INTERVAL_S
+            is_busy = bool(each.is_busy(state)) or is_new  # the state may not show it yet
+            button.description = each.busy_label if is_busy else each.label
+            button.disabled = is_busy or stopping
 
     def _update_menus(self, state: RunState) -> None:
         """Offer the present choices, and show the menus while ⋯ is pressed.
@@ -140,6 +175,18 @@ class Controls:
         if not self._stopping:
             self._stop()
             self._stopping = self._changed = True
+
+    def _on_part(self, button: RunButton, widget: Any) -> None:
+        """Do what a part's button is for, once; show why, if that is impossible."""
+        if widget.disabled:  # a second click was under way
+            return
+        try:
+            button.press()
+            widget.description, widget.disabled = button.busy_label, True
+            self._pressed[button.label] = self._drawn[1] if self._drawn is not None else 0.0
+        except (NbtrainError, OSError) as error:
+            self.panel.value = board.draw_preformatted(str(error))
+        self._changed = True
 
     def _on_image(self, _button: Any) -> None:
         """Hide what the panel shows; if it is empty, show the run as a picture to copy."""

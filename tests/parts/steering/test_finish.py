@@ -266,12 +266,18 @@ def test_a_loop_that_nothing_can_end_goes_on_and_says_so() -> None:
     assert "finish-still-trains" in [f.code for f in run.state.findings]
 
 
-def test_a_request_before_the_first_step_is_not_lost() -> None:
-    run = launch(bare, Count(), n=2, background=True)
+def starts_late(count: Count) -> int:
+    time.sleep(1.5)
+    return bare(count)[0]
+
+
+def test_a_request_before_the_first_step_holds_from_that_on() -> None:
+    run = launch(starts_late, Count(at=10**6), n=2, background=True)
     run.finish()
-    steps = run.wait().value[0]
-    assert run.state.status == "succeeded"
-    assert 1 <= steps < 30
+    assert run.state.steered[0].status == "pending"
+    run.wait()
+    assert run.results == [1, 1]
+    assert run.state.message == "finished early at step 1, by run.finish()"
 
 
 def test_a_second_request_and_one_after_the_end_are_refused() -> None:
@@ -312,3 +318,40 @@ def test_a_run_with_nothing_to_look_at_cannot_be_finished() -> None:
         run.finish()
     run.stop()
     assert not [e for e in run.state.steered if isinstance(e, ev.Steered)]
+
+
+@pytest.mark.parametrize("engine", ["spawn", "fork"])
+def test_a_detached_run_finishes_whatever_starts_its_ranks(engine: str) -> None:
+    run = launch(bare, Count(), n=3, engine=engine, detach=True)
+    run.wait()
+    assert len({tuple(result) for result in run.results}) == 1
+    assert run.value[0] < PLANNED
+    assert run.state.status == "succeeded"
+
+
+def fails_after(count: Count) -> int:
+    steps = bare(count)[0]
+    marker = Path(os.environ["NBTRAIN_RUN"], "failed-once")
+    if nbtrain.rank() == 1 and not marker.exists():
+        marker.touch()
+        raise ValueError("once")
+    return steps
+
+
+def test_a_run_that_is_restarted_finishes_again_at_its_first_step() -> None:
+    run = launch(fails_after, Count(), n=2, max_restarts=1)
+    assert run.state.attempt == 2
+    assert run.results[0] == run.results[1]
+    assert run.value < 30
+    assert "finished early" in run.state.message
+
+
+def test_a_switched_off_host_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBTRAIN_DISABLE", "steering")
+    run = launch(silent, Count(at=10**6), n=2, background=True)
+    with pytest.raises(PlanError, match="NBTRAIN_DISABLE"):
+        run.finish()
+    monkeypatch.delenv("NBTRAIN_DISABLE")
+    with pytest.raises(NbtrainError, match="cannot be steered"):
+        run.finish()
+    run.wait()

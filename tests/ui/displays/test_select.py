@@ -54,7 +54,8 @@ def test_a_click_ends_the_run_and_says_so(notebook: Notebook) -> None:
 
     def look(out: Outputs) -> None:
         stop(out)
-        states.extend(dict(s) for s in out.models.values() if s.get("disabled"))
+        off = (s for s in out.models.values() if s.get("disabled") and s["icon"] == "stop")
+        states.extend(map(dict, off))
 
     stop = once("ready", click)
     out = notebook.run(WAITS, during=look)

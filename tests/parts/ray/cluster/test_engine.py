@@ -56,6 +56,38 @@ def test_a_cell_trains_on_two_nodes_and_the_weights_come_home(notebook: Notebook
     assert notebook.value("len(run.state.hosts)") == 2
 
 
+LOOP = """
+def train(model):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    data = torch.utils.data.TensorDataset(torch.randn(4000, 4), torch.randn(4000, 1))
+    steps = 0
+    for x, y in torch.utils.data.DataLoader(data, batch_size=1):
+        ((ddp(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        time.sleep(0.005)
+    return steps
+"""
+
+
+@pytest.mark.part("steering")
+def test_a_training_on_two_nodes_finishes_at_one_step(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
+    out = notebook.run(f"%%distributed -e ray --nodes 2 -n 4 --background\n{LOOP}", timeout=120)
+    assert not out.ename, out.traceback
+    asked = notebook.run("run = nbtrain.last_run(); run.finish(); run.wait()", timeout=60)
+    assert not asked.ename, asked.traceback
+    steps, *others = notebook.value("run.results")
+    assert others == [steps] * 3
+    assert steps < 4000
+    assert notebook.value("run.state.message").startswith(f"finished early at step {steps}")
+    assert notebook.value("bool((model.weight != before).any())")
+
+
 def test_a_failure_is_raised_with_the_cells_line_and_the_next_run_works(notebook: Notebook) -> None:
     out = notebook.run(
         "%%distributed -e ray --nodes 2 -n 4\n"
