@@ -446,8 +446,8 @@ class StepBoundary(Event, kind="boundary"):
     """Optimizer steps of its task, of any optimizer: the ranks agree on this number."""
     step: int = 0
     """The number of the step, as `TrainingCounts.steps`."""
-    batches: tuple[tuple[int, int], ...] = ()
-    """For each loader of the training, its present pass and the batches that it has given in it."""
+    batches: tuple[tuple[int, int, int], ...] = ()
+    """For each loader of the training, its number, its present pass and the batches given in it."""
     bars: int = 0
     """The number of bars that the training iterates over."""
 

@@ -24,14 +24,12 @@ class Agreement:
     """One request, in the process that watches the run. Times are those of a monotonic clock."""
 
     members: frozenset[int]
-    """The ranks that take part."""
+    """The ranks that take part: those that have not ended."""
     target: int = 0
     """Ranks wait at the first boundary after at least so many steps."""
     status: Status = "open"
     late: frozenset[int] = frozenset()
-    """The ranks because of which the request was called off."""
-    has_lost_member: bool = False
-    """Whether these have ended."""
+    """The ranks because of which the request was called off; empty if all had ended."""
     _deadline: float | None = None
     _first_step_deadline: float = 0.0
     _round_ends: float | None = None
@@ -47,15 +45,16 @@ class Agreement:
         """
         if self.status != "open":
             return False
-        if lost := self.members.intersection(ended):
-            return self._call_off(lost, has_lost_member=True)
+        self.members = self.members.difference(ended)
+        if not self.members:
+            return self._call_off([])
         if not steps:  # no rank waits, so the request may wait, too
             return False
         if self._deadline is None:
             extra = limits.FIRST_STEP_TIMEOUT_S if min(steps.values()) == 1 else 0.0
             self._deadline = now + limits.AGREEMENT_TIMEOUT_S
             self._first_step_deadline = self._deadline + extra
-        waiting = {rank: at for rank, at in steps.items() if at >= self.target}
+        waiting = {r: steps[r] for r in self.members if steps.get(r, -1) >= self.target}
         if waiting.keys() >= self.members:
             if len({*waiting.values()}) > 1:
                 return self._go_on_to(max(waiting.values()))
@@ -64,10 +63,13 @@ class Agreement:
         missing = self.members - waiting.keys()
         all_started = missing <= {*started, *steps}
         if now >= (self._deadline if all_started else self._first_step_deadline):
-            return self._call_off(missing)
-        if waiting and self._round_ends is None:
+            last = min(steps.get(rank, 0) for rank in missing)  # others are on the way, perhaps
+            return self._call_off([rank for rank in missing if steps.get(rank, 0) == last])
+        if not (waiting and all_started):
+            return False
+        if self._round_ends is None:
             self._round_ends = now + limits.ROUND_S
-        if all_started and self._round_ends is not None and now >= self._round_ends:
+        if now >= self._round_ends:
             self._ahead *= 2  # until it is beyond the next step at which the ranks synchronise
             return self._go_on_to(max(waiting.values()) + self._ahead // 2)
         return False
@@ -76,10 +78,6 @@ class Agreement:
         self.target, self._round_ends = target, None
         return True
 
-    def _call_off(self, late: Collection[int], *, has_lost_member: bool = False) -> bool:
-        self.status, self.late, self.has_lost_member = (
-            "called off",
-            frozenset(late),
-            has_lost_member,
-        )
+    def _call_off(self, late: Collection[int]) -> bool:
+        self.status, self.late = "called off", frozenset(late)
         return True

@@ -21,7 +21,7 @@ _LOOK_INTERVAL_S = 0.001
 class Actions(Protocol):
     """What a rank can be asked to do."""
 
-    def prepare(self) -> tuple[tuple[tuple[int, int], ...], int]:
+    def prepare(self) -> tuple[tuple[tuple[int, int, int], ...], int]:
         """Stop what other threads read ahead; return `StepBoundary.batches` and `bars`."""
 
     def apply(self, decided: Decided) -> None:

@@ -52,20 +52,20 @@ class Finishing(Observer):
         self._has_noted = False
         self._last_step = sys.maxsize  # of a training that nothing ends
 
-    def prepare(self) -> tuple[tuple[tuple[int, int], ...], int]:
+    def prepare(self) -> tuple[tuple[tuple[int, int, int], ...], int]:
         """Stop what other threads read ahead; return the place in the data, and the bars."""
         self._thread = threading.get_ident()
         self._may_read.clear()
         patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", self._next)
         passes = self._context.figures.passes.of_training
-        return tuple((each.ordinal, self._count_batches(each)) for each in passes), len(self._bars)
+        return tuple(map(self._place, passes)), len(self._bars)
 
-    def _count_batches(self, each: LoaderPass) -> int:
-        """Return how many batches a pass has given, with one that another thread is reading."""
-        iterator = each.iterator()
-        if iterator is None or each.is_aside:
-            return each.batch
-        return int(iterator._num_yielded) + (each.reader != self._thread)
+    def _place(self, each: LoaderPass) -> tuple[int, int, int]:
+        """Return a loader's number, pass and batch, with one that another thread is reading."""
+        iterator, count = each.iterator(), each.batch
+        if iterator is not None and not each.is_aside:
+            count = int(iterator._num_yielded) + (each.reader != self._thread)
+        return each.loader, each.ordinal, count
 
     def release(self) -> None:
         """Let other threads read on."""
@@ -75,8 +75,7 @@ class Finishing(Observer):
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
         passes = self._context.figures.passes.of_training
-        loaders = (each.loader for each in passes)
-        self._ends = dict(zip(loaders, decided.batches, strict=False))
+        self._ends = {loader: (number, count) for loader, number, count in decided.batches}
         is_epoch = self._after == "epoch"
         has_loader = any(not each.is_aside for each in passes)
         self._context.is_finishing = not (is_epoch and has_loader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -153,7 +153,7 @@ class Steering(Companion):
     def _apply(self, pending: _Pending, seen: dict[int, ev.StepBoundary], state: RunState) -> None:
         """Have all ranks carry out a request where they wait."""
         members = list(seen.values())
-        batches = _furthest_batches([each.batches for each in members])
+        batches = _furthest_batches(place for each in members for place in each.batches)
         ends_bars = len({each.bars for each in members}) == 1
         decided = Decided(pending.number, True, pending.request.action, batches, ends_bars)
         step = max(each.step for each in members)
@@ -251,20 +251,20 @@ def _has_stepped(rank: RankState) -> bool:
 
 
 def _furthest_batches(
-    counts: Sequence[tuple[tuple[int, int], ...]],
-) -> tuple[tuple[int, int], ...]:
-    """Return for each loader how far the rank is that has read most; () if the loaders differ."""
-    if len({len(each) for each in counts}) != 1:
-        return ()
-    return tuple(max(of_loader) for of_loader in zip(*counts, strict=True))
+    places: Iterable[tuple[int, int, int]],
+) -> tuple[tuple[int, int, int], ...]:
+    """Return for each loader how far the rank has read that has read most of it."""
+    furthest: dict[int, tuple[int, int]] = {}
+    for loader, *place in places:
+        furthest[loader] = max(furthest.get(loader, (0, 0)), (place[0], place[1]))
+    return tuple((loader, *place) for loader, place in furthest.items())
 
 
 def _describe_call_off(agreement: Agreement) -> str:
     """Return why a request was called off, for people."""
-    ranks = format_ranks(sorted(agreement.late))
-    if agreement.has_lost_member:
-        return f"{ranks} ended"
+    if not agreement.late:
+        return "all ranks have ended"
     return (
-        f"{ranks} made no step for {AGREEMENT_TIMEOUT_S:g} s, while others waited. Ask again when "
-        "all ranks train"
+        f"{format_ranks(sorted(agreement.late))} made no step for {AGREEMENT_TIMEOUT_S:g} s, while "
+        "others waited. Ask again when all ranks train"
     )

@@ -36,9 +36,9 @@ class Decided:
     request: int
     is_applied: bool
     action: Action
-    batches: tuple[tuple[int, int], ...] = ()
-    """The pass and the batch in it up to which each loader of the training may give batches: that
-    of the rank that has read furthest. Empty: the ranks differ in their loaders."""
+    batches: tuple[tuple[int, int, int], ...] = ()
+    """How far each loader of the training may be read, as `StepBoundary.batches`: as far as the
+    rank has read that has read most of it."""
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""
 
@@ -63,7 +63,7 @@ class Orders:
 
 
 def _decode_decided(record: Mapping[str, Any]) -> Decided:
-    batches = tuple((int(number), int(count)) for number, count in record["batches"])
+    batches = tuple((int(a), int(b), int(c)) for a, b, c in record["batches"])
     return Decided(**{**record, "action": Action(**record["action"]), "batches": batches})
 
 

@@ -77,7 +77,7 @@ class LoaderPass:
     batches: int | None
     """Of the whole pass; None where it is unknown."""
     loader: int = 0
-    """The id of what `_loader_identity` returns."""
+    """The number of its loader among those of the task, from 1."""
     ordinal: int = 1
     """Which of the passes over its loader."""
     batch: int = 0
@@ -105,23 +105,26 @@ class LoaderPass:
 
 
 class LatestPasses:
-    """The latest pass over each loader of a task, in the order of their first passes."""
+    """The latest pass over each loader of a task."""
 
     def __init__(self) -> None:
+        # By the loader's id, which CPython gives to another one when it is freed.
         self._passes: dict[int, tuple[weakref.ref[Any] | None, LoaderPass]] = {}
+        self._loaders = 0
 
     def add(self, iterator: Any, new: LoaderPass) -> None:
         """Take note of a new pass; it continues what is known of its loader."""
         source, before = _loader_identity(iterator), self.find(iterator)
-        new.loader = id(source)
         if before is not None:
-            new.ordinal, new.is_training = before.ordinal + 1, before.is_training
-        else:  # CPython reuses the ids of freed objects, in another order on each rank
-            self._passes.pop(new.loader, None)
+            new.loader, new.ordinal = before.loader, before.ordinal + 1
+            new.is_training = before.is_training
+        else:
+            self._loaders += 1
+            new.loader = self._loaders
         reference: weakref.ref[Any] | None = None
         with contextlib.suppress(TypeError):  # a list as the batch sampler
             reference = weakref.ref(source)
-        self._passes[new.loader] = reference, new
+        self._passes[id(source)] = reference, new
 
     def find(self, iterator: Any) -> LoaderPass | None:
         """Return the latest pass over the loader of an iterator; None before the first."""

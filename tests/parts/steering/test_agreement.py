@@ -145,12 +145,14 @@ def test_the_first_step_of_a_rank_may_take_longer() -> None:
     assert agreement.status == "agreed"
 
 
-def test_a_rank_that_ends_has_the_request_called_off() -> None:
+def test_a_rank_that_ends_is_not_waited_for() -> None:
     agreement = Agreement(frozenset({0, 1}))
     agreement.update({0: 5}, [0, 1], [], 0.0)
     assert agreement.update({0: 5}, [0, 1], [1], 0.1)
-    assert (agreement.status, agreement.late, agreement.has_lost_member) == (
-        "called off",
-        {1},
-        True,
-    )
+    assert (agreement.status, agreement.members) == ("agreed", {0})
+
+
+def test_a_request_to_ranks_that_have_ended_is_called_off() -> None:
+    agreement = Agreement(frozenset({0, 1}))
+    assert agreement.update({}, [0, 1], [0, 1], 0.1)
+    assert (agreement.status, agreement.late) == ("called off", frozenset())
