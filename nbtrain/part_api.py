@@ -13,6 +13,7 @@ others may change with any version. Each is imported at its first use, because a
   `log_values`.
 - A way to start ranks: a subclass of `Engine` (of `ForkEngine` or `SpawnEngine`) with its `Ranks`.
 - A run's folder and what is in it: `RunFolder`, `EventWriter`, `new_events`, `events`, `RunState`.
+  An `OrderWriter` passes orders of the launcher to the `OrderReader` of each rank.
 - A process of its own: `ready_to_fork`, `fork_process`, `kernel_detach`; a `Channel` to one;
   `task_values`, `payload` and `result_pickler` for what is sent there.
 """
@@ -31,10 +32,11 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .engines.spawn import SpawnEngine
     from .errors import LaunchError, MissingExtra, NbtrainError, PlanError, RankDied
     from .findings import Finding
+    from .lifecycle.catalog import find_run
     from .lifecycle.launch_sides import CellPlace, Companion, LaunchSide
     from .lifecycle.launcher import run_plan
     from .lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
-    from .lifecycle.run import Run, last_run, set_last_run
+    from .lifecycle.run import Run, last_run, set_last_run, wait_for_state
     from .part import PASS, Command, Device, Part, Typed, load, load_provided
     from .planning import task_values
     from .planning.cell import name_with_lookalikes
@@ -68,6 +70,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .transport.file_sync import FileCopies, file_size, read_appended
     from .transport.job import Job
     from .transport.limits import CONNECT_TIMEOUT_S, MAX_TEXT_CHARS
+    from .transport.orders import OrderReader, OrderWriter
     from .ui import run_texts
     from .ui.displays import prompt
     from .ui.displays.html_display import Display, show
@@ -90,10 +93,11 @@ _NAMES = {
     "engines.spawn": "SpawnEngine",
     "errors": "LaunchError MissingExtra NbtrainError PlanError RankDied",
     "findings": "Finding",
+    "lifecycle.catalog": "find_run",
     "lifecycle.launch_sides": "CellPlace Companion LaunchSide",
     "lifecycle.launcher": "run_plan",
     "lifecycle.limits": "FAILURE_REPORT_TIMEOUT_S START_TIMEOUT_S UNKILLABLE_AFTER_S",
-    "lifecycle.run": "Run last_run set_last_run",
+    "lifecycle.run": "Run last_run set_last_run wait_for_state",
     "part": "Command Device PASS Part Typed load load_provided",
     "planning": "task_values",
     "planning.cell": "name_with_lookalikes",
@@ -118,6 +122,7 @@ _NAMES = {
     "transport.channel": "Address Channel Listener connect fill_memory_file",
     "transport.file_sync": "FileCopies file_size read_appended",
     "transport.job": "Job",
+    "transport.orders": "OrderReader OrderWriter",
     "transport.limits": "CONNECT_TIMEOUT_S MAX_TEXT_CHARS",
     "ui": "run_texts",
     "ui.displays": "prompt",
@@ -142,18 +147,19 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "UNKILLABLE_AFTER_S", "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace",
     "Channel", "Command", "Companion", "Device", "Display", "Engine", "EventWriter", "Exit",
     "FileCopies", "Finding", "ForkEngine", "Job", "LaunchError", "LaunchSide", "Listener",
-    "MissingExtra", "NbtrainError", "Observer", "Option", "Part", "Placement", "Plan", "PlanError",
-    "RankContext", "RankDied", "RankSide", "RankState", "Ranks", "Reader", "Run", "RunFolder",
-    "RunState", "SpawnEngine", "Task", "Typed", "all_events", "attempt", "check_allowed",
-    "check_parsed", "clock", "connect", "event_tail", "events", "failing_plan", "file_size",
-    "fill_memory_file", "fork_process", "format_bytes", "format_duration", "format_ranks",
-    "guard_step", "hooks", "host", "html_table", "interpreter_command", "is_loopback", "is_metric",
-    "is_secondary_failure", "kernel_detach", "last_run", "load", "load_provided", "log_values",
-    "mark_stopping", "mask_source", "mask_text", "name_with_lookalikes", "new_events",
-    "own_address", "parser", "patch", "payload", "plan_fields", "plural", "prompt", "rank_context",
-    "rank_environment", "read_appended", "ready_to_fork", "replace", "result_pickler", "run_plan",
-    "run_task", "run_texts", "scope", "set_last_run", "short_repr", "shorten", "show", "split_line",
-    "strip_escapes", "task_values", "text_table", "undo_later", "when_imported", "with_article",
+    "MissingExtra", "NbtrainError", "Observer", "Option", "OrderReader", "OrderWriter", "Part",
+    "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide", "RankState", "Ranks",
+    "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed", "all_events",
+    "attempt", "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events",
+    "failing_plan", "file_size", "fill_memory_file", "find_run", "fork_process", "format_bytes",
+    "format_duration", "format_ranks", "guard_step", "hooks", "host", "html_table",
+    "interpreter_command", "is_loopback", "is_metric", "is_secondary_failure", "kernel_detach",
+    "last_run", "load", "load_provided", "log_values", "mark_stopping", "mask_source", "mask_text",
+    "name_with_lookalikes", "new_events", "own_address", "parser", "patch", "payload",
+    "plan_fields", "plural", "prompt", "rank_context", "rank_environment", "read_appended",
+    "ready_to_fork", "replace", "result_pickler", "run_plan", "run_task", "run_texts", "scope",
+    "set_last_run", "short_repr", "shorten", "show", "split_line", "strip_escapes", "task_values",
+    "text_table", "undo_later", "wait_for_state", "when_imported", "with_article",
     "write_atomically",
 ]  # fmt: skip
 

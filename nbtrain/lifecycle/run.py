@@ -419,18 +419,6 @@ class Run:
         """
         part.load_provided("steering", "finish", "run.finish()")(self, after)
 
-    def wait_for_state(self, is_reached: Callable[[RunState], object], timeout_s: float) -> None:
-        """Wait until the state fulfils a condition, the run has ended, or the timeout has passed.
-
-        In the thread that watches the run, it returns at once: the state changes only later.
-        """
-        self._follow()
-        deadline = time.monotonic() + timeout_s
-        while self._launcher_thread != threading.get_ident() and time.monotonic() < deadline:
-            if is_reached(self.state) or self.state.is_over:
-                return
-            time.sleep(POLL_INTERVAL_S / 5)
-
     def stacks(self) -> stacks.Stacks:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 
@@ -506,6 +494,23 @@ def draw_live(run: Run, view: str = "auto") -> bool:
     guarded.update(run.state, clock.now(run.state.clock_offset))
     watcher.show(guarded.update, guarded.finish)
     return type(display) is not Display  # the base class draws nothing
+
+
+def wait_for_state(
+    run: Run, is_reached: Callable[[RunState], object], timeout_s: float
+) -> RunState:
+    """Wait until the state of a run fulfils a condition, or the run has ended; return the state.
+
+    Returns after the timeout, too, and at once in the thread that watches the run, as in a button's
+    callback: there the state cannot change meanwhile.
+    """
+    run._follow()
+    deadline = time.monotonic() + timeout_s
+    while run._launcher_thread != threading.get_ident() and time.monotonic() < deadline:
+        if run.state.is_over or is_reached(run.state):
+            break
+        time.sleep(POLL_INTERVAL_S / 5)
+    return run.state
 
 
 def _create_mark(folder: RunFolder) -> Mark | None:

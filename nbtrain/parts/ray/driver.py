@@ -24,12 +24,12 @@ from ...part_api import (
     Exit,
     FileCopies,
     LaunchError,
+    OrderReader,
     Placement,
     RunFolder,
     clock,
     write_atomically,
 )
-from ...transport.orders import OrderReader
 from . import limits, reservation
 from .node_ranks import NodeOrder, NodeRanks, RankExit
 from .reservation import Node, NodeRequest, PlacedNode, Reservation, has_ended

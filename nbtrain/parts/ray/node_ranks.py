@@ -36,6 +36,7 @@ from ...part_api import (
     Finding,
     Job,
     LaunchError,
+    OrderWriter,
     Placement,
     RunFolder,
     clock,
@@ -46,7 +47,6 @@ from ...part_api import (
 )
 from ...part_api import events as ev
 from ...tracking.resource_sampler import Sampler
-from ...transport.orders import OrderWriter
 
 _NOT_SHARED = (
     "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "

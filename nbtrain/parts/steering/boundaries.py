@@ -7,9 +7,8 @@ import sys
 import time
 from typing import Protocol
 
-from ...part_api import Observer, RankContext, clock
+from ...part_api import Observer, OrderReader, RankContext, clock
 from ...part_api import events as ev
-from ...transport.orders import OrderReader
 from .orders import Asked, Decided, Orders
 
 _NEVER = sys.maxsize

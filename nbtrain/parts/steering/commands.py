@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...lifecycle import catalog
-from ...part_api import PlanError, Typed
+from ...part_api import PlanError, Typed, find_run
 from ...part_api import events as ev
 from .orders import AFTER
 from .requests import finish
@@ -47,7 +46,7 @@ def run_shell_command(options: argparse.Namespace) -> int:
 
 def _finish(options: argparse.Namespace, by: str) -> str:
     """Request the end of a training; return the answer for people."""
-    run = catalog.find_run(" ".join(options.run))
+    run = find_run(" ".join(options.run))
     return f"{run.folder.name}: {describe(finish(run, options.after, by))}"
 
 

@@ -14,6 +14,7 @@ from ...part_api import (
     Engine,
     Job,
     LaunchSide,
+    OrderWriter,
     RankState,
     RunFolder,
     RunState,
@@ -23,7 +24,6 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...planning.option_types import read_disabled
 from ...tracking.overview.run_progress import estimate_run
-from ...transport.orders import OrderWriter
 from ...ui.displays.widget_controls import RunButton
 from . import requests
 from .agreement import Agreement

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...part_api import RankContext, RankSide, hooks, undo_later
-from ...transport.orders import OrderReader
+from ...part_api import OrderReader, RankContext, RankSide, hooks, undo_later
 from .boundaries import StepBoundaries
 from .finish import Finishing
 

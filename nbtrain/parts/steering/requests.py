@@ -18,6 +18,7 @@ from ...part_api import (
     RunFolder,
     RunState,
     check_allowed,
+    wait_for_state,
     write_atomically,
 )
 from ...part_api import events as ev
@@ -100,10 +101,10 @@ def finish(run: Run, after: str = "step", by: str = "by run.finish()") -> ev.Ste
     def answers(state: RunState) -> list[ev.Steered]:
         return [s for s in state.steered if s.token == token]
 
-    run.wait_for_state(
-        lambda state: any(s.status != "pending" for s in answers(state)), _ANSWER_TIMEOUT_S
+    state = wait_for_state(
+        run, lambda state: any(s.status != "pending" for s in answers(state)), _ANSWER_TIMEOUT_S
     )
-    answer = next(iter(answers(run.state)), None)
+    answer = next(iter(answers(state)), None)
     if answer is not None and answer.status == "called off":
         raise NbtrainError(answer.text)
     return answer
