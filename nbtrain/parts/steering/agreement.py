@@ -33,7 +33,7 @@ class Agreement:
     _deadline: float | None = None
     _first_step_deadline: float = 0.0
     _round_ends: float | None = None
-    _ahead: int = 2
+    _rounds: int = 0
 
     def update(
         self, steps: Mapping[int, int], started: Collection[int], ended: Collection[int], now: float
@@ -68,11 +68,11 @@ class Agreement:
         if not (waiting and all_started):
             return False
         if self._round_ends is None:
-            self._round_ends = now + limits.ROUND_S
-        if now >= self._round_ends:
-            self._ahead *= 2  # until it is beyond the next step at which the ranks synchronise
-            return self._go_on_to(max(waiting.values()) + self._ahead // 2)
-        return False
+            self._round_ends = now + limits.FIRST_ROUND_S * 2**self._rounds
+        if now < self._round_ends:
+            return False
+        self._rounds += 1  # twice as far each time, until all ranks need no other to get there
+        return self._go_on_to(max(waiting.values()) + 2**self._rounds)
 
     def _go_on_to(self, target: int) -> bool:
         self.target, self._round_ends = target, None

@@ -20,8 +20,8 @@ _LOOK_INTERVAL_S = 0.001
 class Actions(Protocol):
     """What a rank can be asked to do."""
 
-    def prepare(self) -> tuple[tuple[tuple[int, int, int], ...], int]:
-        """Stop what other threads read ahead; return `StepBoundary.batches` and `bars`."""
+    def prepare(self) -> tuple[int, int, int]:
+        """Stop what other threads read; return `StepBoundary.ahead`, `read` and `bars`."""
 
     def apply(self, decided: Decided) -> None:
         """Carry out what all ranks carry out after this step."""
@@ -100,8 +100,8 @@ class StepBoundaries(Observer):
         here = asked.request, self._calls
         if self._reported != here:
             self._reported = here
-            batches, bars = self._actions.prepare()
+            data = self._actions.prepare()
             context, steps = self._context, self._context.figures.steps
             now, rank = clock.now(), context.rank
-            context.writer.write(ev.StepBoundary(now, rank, *here, steps, batches, bars))
+            context.writer.write(ev.StepBoundary(now, rank, *here, steps, *data))
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from typing import Any
@@ -29,10 +28,6 @@ _STILL_TRAINS = Finding(
 )
 
 
-_NOTHING = (0, 0.0)
-"""The end of a loader that had not fed the training."""
-
-
 class Finishing(Observer):
     """The end of a training in one rank."""
 
@@ -47,25 +42,25 @@ class Finishing(Observer):
         self._after, self._is_due = "step", False
         self._may_read = threading.Event()  # for threads that read ahead
         self._may_read.set()
-        self._ends: dict[int, tuple[int, float]] = {}
+        self._ahead = 0
+        self._left = 0  # batches that the loaders of the training may give
+        self._most = 0  # batches that other threads may have read in all
+        self._open: list[LoaderPass] = []  # at the agreed step
         self._thread = 0
         self._has_noted = False
         self._last_step = sys.maxsize  # of a training that nothing ends
 
-    def prepare(self) -> tuple[tuple[tuple[int, int, int], ...], int]:
-        """Stop what other threads read ahead; return the place in the data, and the bars."""
+    def prepare(self) -> tuple[int, int, int]:
+        """Stop what other threads read; return `StepBoundary.ahead`, `read` and `bars`."""
         self._thread = threading.get_ident()
         self._may_read.clear()
         patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", self._next)
         passes = self._context.figures.passes.of_training
-        return tuple(map(self._place, passes)), len(self._bars)
-
-    def _place(self, each: LoaderPass) -> tuple[int, int, int]:
-        """Return a loader's number, pass and batch, with one that another thread is reading."""
-        iterator, count = each.iterator(), each.batch
-        if iterator is not None and not each.is_aside:
-            count = int(iterator._num_yielded) + (each.reader != self._thread)
-        return each.loader, each.ordinal, count
+        own = [each for each in passes if each.reader == self._thread]
+        others = [each for each in passes if each.reader != self._thread]
+        self._ahead = sum(each.ahead != 0 for each in own)
+        read = sum(each.before + each.batch + (not each.is_aside) for each in others)
+        return self._ahead, read, len(self._bars)
 
     def release(self) -> None:
         """Let other threads read on."""
@@ -75,9 +70,10 @@ class Finishing(Observer):
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
         passes = self._context.figures.passes.of_training
-        self._ends = {loader: (number, count) for loader, number, count in decided.batches}
+        self._left, self._most = decided.ahead - self._ahead, decided.read
+        self._open = [each for each in passes if not each.is_aside]
         is_epoch = self._after == "epoch"
-        has_loader = any(not each.is_aside for each in passes)
+        has_loader = bool(self._open)
         self._context.is_finishing = not (is_epoch and has_loader)
         if decided.ends_bars and is_epoch:
             self._bars.end_outer(has_loader=has_loader)
@@ -96,24 +92,30 @@ class Finishing(Observer):
         is_evaluation = not sys.modules["torch"].is_grad_enabled()
         if latest is None or not latest.is_training or is_evaluation:
             return original(it)
-        if threading.get_ident() != self._thread:
+        is_own = threading.get_ident() == self._thread
+        if not is_own:
             self._may_read.wait()
         if not self._is_due:
             return original(it)
-        place = latest.ordinal + (not it._num_yielded), it._num_yielded
-        end = self._ends.get(latest.loader, _NOTHING)
-        if self._after == "epoch":
-            end = end[0], math.inf
-        if place >= end:
-            self._context.is_finishing = True
-            if place[0] > end[0]:
-                self._write_note(_GOES_ON)
-            raise StopIteration
+        is_new = not it._num_yielded  # workers that stay have one iterator for all passes
+        is_in_epoch = self._after == "epoch" and latest in self._open and not is_new
+        read = latest.before + (latest.batch if is_new else it._num_yielded)
+        if is_in_epoch or (self._left > 0 if is_own else read < self._most):
+            return self._read(original, it)
+        self._context.is_finishing = True
+        if is_new:
+            self._write_note(_GOES_ON)
+        raise StopIteration
+
+    def _read(self, original: Any, it: Any) -> Any:
+        """Return one of the last batches of the training."""
         try:
-            return original(it)
+            batch = original(it)
         except StopIteration:
-            self._context.is_finishing = self._context.is_finishing or latest.ordinal >= end[0]
+            self._context.is_finishing = True
             raise
+        self._left -= 1
+        return batch
 
     def on_step(self, optimizer: Any) -> None:
         """Write a note if the training goes on, because nothing ends its loop."""

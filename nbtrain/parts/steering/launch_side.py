@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -153,9 +153,14 @@ class Steering(Companion):
     def _apply(self, pending: _Pending, seen: dict[int, ev.StepBoundary], state: RunState) -> None:
         """Have all ranks carry out a request where they wait."""
         members = list(seen.values())
-        batches = _furthest_batches(place for each in members for place in each.batches)
-        ends_bars = len({each.bars for each in members}) == 1
-        decided = Decided(pending.number, True, pending.request.action, batches, ends_bars)
+        decided = Decided(
+            pending.number,
+            True,
+            pending.request.action,
+            ahead=max(each.ahead for each in members),
+            read=max(each.read for each in members),
+            ends_bars=len({each.bars for each in members}) == 1,
+        )
         step = max(each.step for each in members)
         planned = estimate_run(state, clock.now()).steps
         self._decide(pending, decided, "", step, planned)
@@ -248,16 +253,6 @@ def _boundaries(state: RunState, number: int) -> dict[int, ev.StepBoundary]:
 
 def _has_stepped(rank: RankState) -> bool:
     return rank.progress is not None and rank.progress.steps > 0
-
-
-def _furthest_batches(
-    places: Iterable[tuple[int, int, int]],
-) -> tuple[tuple[int, int, int], ...]:
-    """Return for each loader how far the rank has read that has read most of it."""
-    furthest: dict[int, tuple[int, int]] = {}
-    for loader, *place in places:
-        furthest[loader] = max(furthest.get(loader, (0, 0)), (place[0], place[1]))
-    return tuple((loader, *place) for loader, place in furthest.items())
 
 
 def _describe_call_off(agreement: Agreement) -> str:

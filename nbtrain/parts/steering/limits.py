@@ -7,5 +7,6 @@ saves alone makes no step for longer, and must not hold the others up."""
 FIRST_STEP_TIMEOUT_S = 30.0
 """The same if the first that waits has made its first step: others may still compile theirs."""
 
-ROUND_S = 0.05
-"""For all ranks to come to one step, before those that wait go on to a later one."""
+FIRST_ROUND_S = 0.05
+"""For all ranks to come to one step, before those that wait continue to a later one. Each round
+takes twice as long."""

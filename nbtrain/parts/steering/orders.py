@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 AFTER = ("step", "epoch")
 """What the training may finish after."""
@@ -36,9 +35,10 @@ class Decided:
     request: int
     is_applied: bool
     action: Action
-    batches: tuple[tuple[int, int, int], ...] = ()
-    """How far each loader of the training may be read, as `StepBoundary.batches`: as far as the
-    rank has read that has read most of it."""
+    ahead: int = 0
+    """The largest `StepBoundary.ahead` of all ranks."""
+    read: int = 0
+    """The largest `StepBoundary.read`."""
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""
 
@@ -58,13 +58,11 @@ class Orders:
         """Return the orders of `encode`. Raises `ValueError`, `KeyError` or `TypeError`."""
         record = json.loads(data or b"{}")
         asked = record.get("asked")
-        decided = tuple(map(_decode_decided, record.get("decided", ())))
-        return cls(None if asked is None else Asked(**asked), decided)
-
-
-def _decode_decided(record: Mapping[str, Any]) -> Decided:
-    batches = tuple((int(a), int(b), int(c)) for a, b, c in record["batches"])
-    return Decided(**{**record, "action": Action(**record["action"]), "batches": batches})
+        decided = (
+            Decided(**{**each, "action": Action(**each["action"])})
+            for each in record.get("decided", ())
+        )
+        return cls(None if asked is None else Asked(**asked), tuple(decided))
 
 
 RequestStatus = Literal["pending", "applied", "called off"]

@@ -76,10 +76,8 @@ class LoaderPass:
     """Counts the passes over any data."""
     batches: int | None
     """Of the whole pass; None where it is unknown."""
-    loader: int = 0
-    """The number of its loader among those of the task, from 1."""
-    ordinal: int = 1
-    """Which of the passes over its loader."""
+    before: int = 0
+    """Batches of earlier passes over its loader."""
     batch: int = 0
     """The last one that may have been used, from 1."""
     fed: int = 0
@@ -110,17 +108,12 @@ class LatestPasses:
     def __init__(self) -> None:
         # By the loader's id, which CPython gives to another one when it is freed.
         self._passes: dict[int, tuple[weakref.ref[Any] | None, LoaderPass]] = {}
-        self._loaders = 0
 
     def add(self, iterator: Any, new: LoaderPass) -> None:
         """Take note of a new pass; it continues what is known of its loader."""
         source, before = _loader_identity(iterator), self.find(iterator)
         if before is not None:
-            new.loader, new.ordinal = before.loader, before.ordinal + 1
-            new.is_training = before.is_training
-        else:
-            self._loaders += 1
-            new.loader = self._loaders
+            new.before, new.is_training = before.before + before.batch, before.is_training
         reference: weakref.ref[Any] | None = None
         with contextlib.suppress(TypeError):  # a list as the batch sampler
             reference = weakref.ref(source)
