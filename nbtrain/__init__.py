@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_PU
     from .parts.live.live_ranks import LiveRanks, start
     from .parts.memory.estimate import memory_needed
     from .parts.scaling.measure import scaling
-    from .worker.api import log, progress, rank, should_stop, world_size
+    from .worker.api import knob, log, progress, rank, should_stop, world_size
     from .worker.checkpoints import attempt, checkpoint, checkpoint_dir, last_checkpoint
 
 __version__ = "0.3.0.dev0"
@@ -31,7 +31,7 @@ _NAMES = {
     "lifecycle.launcher": "launch notebook_launcher",
     "parts.live.live_ranks": "LiveRanks start",
     "lifecycle.run": "Run last_run",
-    "worker.api": "log progress rank should_stop world_size",
+    "worker.api": "knob log progress rank should_stop world_size",
     "worker.checkpoints": "attempt checkpoint checkpoint_dir last_checkpoint",
 }
 _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -39,7 +39,7 @@ _PUBLIC = {name: module for module, names in _NAMES.items() for name in names.sp
 
 __all__ = [  # written out because type checkers read it; a test compares it with `_PUBLIC`
     "LiveRanks", "NbtrainError", "RankDied", "Run", "attempt", "checkpoint", "checkpoint_dir",
-    "last_checkpoint", "last_run", "launch", "log", "memory_needed", "notebook_launcher",
+    "knob", "last_checkpoint", "last_run", "launch", "log", "memory_needed", "notebook_launcher",
     "progress", "rank", "runs", "scaling", "should_stop", "start", "world_size",
 ]  # fmt: skip
 

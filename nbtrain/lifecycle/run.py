@@ -419,6 +419,37 @@ class Run:
         """
         part.load_provided("steering", "finish", "run.finish()")(self, after)
 
+    def turn(
+        self, optimizer: int | str | None = None, group: int | None = None, **settings: Any
+    ) -> None:
+        """Change settings of the optimizers, or knobs, while the ranks train.
+
+        All ranks train with the new values from the same step on. Under a learning-rate scheduler
+        the turn is a factor on what the scheduler sets, until it is taken back. It returns once the
+        ranks have agreed on the step, as `finish`.
+
+        Example::
+
+            run.turn(lr=3e-4)
+            run.turn(lr="/3", optimizer="AdamW")
+            run.turn(lr=None)  # take it back
+
+        Args:
+            optimizer: the number of an optimizer, in the order of their first steps, or the name of
+                its class; None: all.
+            group: the number of a parameter group; None: all.
+            settings: ``lr``, ``weight_decay``, ``momentum``, ``betas`` (two numbers), or the name
+                of a `nbtrain.knob`; with a number, a factor such as ``"*0.5"`` or ``"/3"``, or
+                None.
+
+        Raises:
+            NbtrainError: as `finish`; or a setting is not there, or cannot have the value. Nothing
+                is changed.
+            PlanError: a value is no finite number, or out of bounds.
+        """
+        turn = part.load_provided("steering", "turn", "run.turn()")
+        turn(self, settings, optimizer, group)
+
     def stacks(self) -> stacks.Stacks:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 

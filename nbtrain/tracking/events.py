@@ -453,6 +453,9 @@ class StepBoundary(Event, kind="boundary"):
     reading."""
     bars: int = 0
     """The number of bars that the training iterates over."""
+    detail: str = ""
+    """What the rank has for the request: present values, or why it refuses."""
+    is_refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -467,7 +470,7 @@ class Steered(Event):
     token: str = ""
     """Names the request to the process that made it."""
     action: str = ""
-    """``finish``."""
+    """``finish`` or ``turn``."""
     status: str = ""
     """``pending``, ``applied`` or ``called off``."""
     step: int | None = None

@@ -1,4 +1,4 @@
-"""The functions that training code calls: `log`, `progress`, `rank`, `should_stop`, `world_size`.
+"""The functions that training code calls: `log`, `progress`, `rank`, `should_stop`, and others.
 
 Inside a rank these append events to the rank's own file. Outside a run they do the harmless
 thing, so that the same function runs under ``torchrun`` or in plain Python.
@@ -17,7 +17,7 @@ from ..tracking import clock
 from ..tracking import events as ev
 from . import rank_context
 from .device_scalars import is_late
-from .rank_context import RankContext
+from .rank_context import Knob, RankContext
 
 T = TypeVar("T")
 
@@ -197,3 +197,29 @@ def should_stop() -> bool:
         return context.is_finishing
     context.stopper.is_asked = True
     return context.is_finishing or context.stopper.is_due
+
+
+def knob(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> float:
+    """Return a number that can be changed while the function trains, by ``run.turn(NAME=…)``.
+
+    Call it wherever the number is used. All ranks get a new value after the same optimizer step.
+    Outside a run it returns `value`.
+
+    Example::
+
+        weight = nbtrain.knob("kl_weight", 0.1, low=0, high=1)
+
+    Args:
+        name: how the user calls it.
+        value: the number until it is turned.
+        low: the least value that it can be turned to.
+        high: the greatest one.
+    """
+    context = rank_context.current()
+    if context is None:
+        return value
+    known = context.knobs.get(name)
+    if known is None:
+        known = context.knobs[name] = Knob(value, low, high)
+    known.given, known.low, known.high = value, low, high
+    return known.present

@@ -45,6 +45,23 @@ class TrainingFigures:
 
 
 @dataclass(eq=False)
+class Knob:
+    """A number of the training function that the user can turn: see `nbtrain.knob`."""
+
+    given: float
+    """What the code gave last."""
+    low: float
+    high: float
+    turned: float | None = None
+    """What the user set."""
+
+    @property
+    def present(self) -> float:
+        """The value that the code gets."""
+        return self.given if self.turned is None else self.turned
+
+
+@dataclass(eq=False)
 class RankContext:
     """What a rank knows and uses while it runs a task. A rank that stays has one for each."""
 
@@ -71,6 +88,8 @@ class RankContext:
     """Reads metrics on a GPU or TPU when their values are there."""
     diverged: set[str] = field(default_factory=set)
     """Names of logged losses that were not finite."""
+    knobs: dict[str, Knob] = field(default_factory=dict)
+    """What the task's code has asked `nbtrain.knob` for, by name."""
     is_finishing: bool = False
     """Whether the training should end, and the code after it run: see `nbtrain.should_stop`."""
 

@@ -5,23 +5,37 @@ from ...part_api import Command, Part
 PART = Part(
     commands={
         "finish": Command(
-            "steering.commands:magic",
+            "steering.commands:finish_magic",
             """
 %nbtrain finish [RUN]  end the training of a run after this step, as if its loop had come to its
                        end: what follows the loop still runs, and the weights come back
                        (--after epoch: after this epoch)
 """,
         ),
+        "turn": Command(
+            "steering.commands:turn_magic",
+            """
+%nbtrain turn [RUN] lr=3e-4
+                       change a setting of the optimizers while they train: lr, weight_decay,
+                       momentum or betas, or a nbtrain.knob(); lr=/3 divides it, lr=back takes it
+                       back (--optimizer WHICH, --group N)
+""",
+        ),
     },
     shell_commands={
         "finish": Command(
-            "steering.commands:run_shell_command",
+            "steering.commands:finish_from_shell",
             "end the training of a run as if its loop had come to its end",
-            arguments="steering.commands:add_arguments",
+            arguments="steering.commands:add_finish_arguments",
+        ),
+        "turn": Command(
+            "steering.commands:turn_from_shell",
+            "change the learning rate or another setting of a run while it trains",
+            arguments="steering.commands:add_turn_arguments",
         ),
     },
     launch_side="steering.launch_side:SteeringLaunch",
     rank_side="steering.rank_side:SteeringRank",
-    provides={"finish": "steering.requests:finish"},
+    provides={"finish": "steering.requests:finish", "turn": "steering.requests:turn"},
     switch="steering",
 )

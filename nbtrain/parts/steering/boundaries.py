@@ -5,29 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import Protocol
 
 from ...part_api import Observer, OrderReader, RankContext, clock
 from ...part_api import events as ev
+from .actions import Actions
 from .orders import Asked, Decided, Orders
 
 _NEVER = sys.maxsize
 
 _LOOK_INTERVAL_S = 0.001
 """Between two looks at the bell by a rank that waits."""
-
-
-class Actions(Protocol):
-    """What a rank can be asked to do."""
-
-    def prepare(self) -> tuple[int, int, int]:
-        """Stop what other threads read; return `StepBoundary.ahead`, `read` and `bars`."""
-
-    def apply(self, decided: Decided) -> None:
-        """Carry out what all ranks carry out after this step."""
-
-    def release(self) -> None:
-        """Let other threads read on, after a request that was called off or needs a later step."""
 
 
 class StepBoundaries(Observer):
@@ -100,8 +87,8 @@ class StepBoundaries(Observer):
         here = asked.request, self._calls
         if self._reported != here:
             self._reported = here
-            data = self._actions.prepare()
+            prepared = vars(self._actions.prepare(asked.action))
             context, steps = self._context, self._context.figures.steps
             now, rank = clock.now(), context.rank
-            context.writer.write(ev.StepBoundary(now, rank, *here, steps, *data))
+            context.writer.write(ev.StepBoundary(now, rank, *here, steps, **prepared))
         return True

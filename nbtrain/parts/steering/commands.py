@@ -1,55 +1,104 @@
-"""The commands ``%nbtrain finish`` and ``nbtrain finish``."""
+"""The commands ``finish`` and ``turn``, of ``%nbtrain`` and of ``nbtrain`` in a terminal."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
-from ...part_api import PlanError, Typed, find_run
+from ...part_api import PlanError, Run, Typed, find_run
 from ...part_api import events as ev
-from .orders import AFTER
-from .requests import finish
+from . import requests
+from .orders import AFTER, Setting
 
-_USAGE = "%nbtrain finish [RUN] [--after step|epoch]"
+_RUN = "a run: its number, its --name, or the start of its folder's name (default: the last)"
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that raises."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise PlanError(f"{message}. Use {_USAGE}")
+        raise PlanError(f"{message}. %nbtrain? shows how the command is used")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``finish`` to a parser."""
-    text = "a run: its number, its --name, or the start of its folder's name (default: the last)"
-    parser.add_argument("run", nargs="*", metavar="RUN", help=text)
-    text = "end the training after this step (the default), or after this epoch"
-    parser.add_argument("--after", choices=AFTER, default="step", help=text)
-
-
-def magic(typed: Typed) -> None:
+def finish_magic(typed: Typed) -> None:
     """Finish a run from a cell, and print what became of the request.
 
     Raises `PlanError` for wrong arguments, and `NbtrainError` if the run cannot be finished.
     """
-    parser = _Parser(add_help=False)
-    add_arguments(parser)
-    options = parser.parse_args(typed.text.split())
-    print(_finish(options, "by %nbtrain finish"))
+    print(_finish(_parse(typed, add_finish_arguments), "by %nbtrain finish"))
 
 
-def run_shell_command(options: argparse.Namespace) -> int:
+def finish_from_shell(options: argparse.Namespace) -> int:
     """Finish a run from a terminal, and print what became of the request; return 0."""
     print(_finish(options, "by `nbtrain finish`"))
     return 0
 
 
+def add_finish_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``finish`` to a parser."""
+    parser.add_argument("run", nargs="*", metavar="RUN", help=_RUN)
+    text = "end the training after this step (the default), or after this epoch"
+    parser.add_argument("--after", choices=AFTER, default="step", help=text)
+
+
 def _finish(options: argparse.Namespace, by: str) -> str:
-    """Request the end of a training; return the answer for people."""
     run = find_run(" ".join(options.run))
-    return f"{run.folder.name}: {describe(finish(run, options.after, by))}"
+    return _describe(run, requests.finish(run, options.after, by))
 
 
-def describe(answer: ev.Steered | None) -> str:
-    """Return what became of a request that was not called off."""
-    return answer.text if answer is not None else "asked to finish; the run has not reacted yet"
+def turn_magic(typed: Typed) -> None:
+    """Turn settings from a cell, and print what became of the request, as `finish_magic`."""
+    print(_turn(_parse(typed, add_turn_arguments), "by %nbtrain turn"))
+
+
+def turn_from_shell(options: argparse.Namespace) -> int:
+    """Turn settings from a terminal, and print what became of the request; return 0."""
+    print(_turn(options, "by `nbtrain turn`"))
+    return 0
+
+
+def add_turn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``turn`` to a parser."""
+    text = f"{_RUN}; then settings: lr=3e-4, lr=/3, betas=0.9,0.95, or lr=back to take it back"
+    parser.add_argument("words", nargs="+", metavar="[RUN] NAME=VALUE", help=text)
+    text = "an optimizer: its number, in the order of first steps, or its class (default: all)"
+    parser.add_argument("--optimizer", metavar="WHICH", help=text)
+    parser.add_argument("--group", type=int, metavar="N", help="a parameter group (default: all)")
+
+
+def _turn(options: argparse.Namespace, by: str) -> str:
+    """Request new settings; return the answer for people. Raises `PlanError` for a wrong word."""
+    names = [word for word in options.words if "=" not in word]
+    pairs = (word.partition("=") for word in options.words if "=" in word)
+    settings = {name: _read_setting(name, text) for name, _, text in pairs}
+    which = options.optimizer
+    optimizer = int(which) if which is not None and which.isdecimal() else which
+    run = find_run(" ".join(names))
+    return _describe(run, requests.turn(run, settings, optimizer, options.group, by))
+
+
+def _read_setting(name: str, text: str) -> Setting:
+    """Return the setting that was typed. Raises `PlanError` for one that is none."""
+    if text == "back":
+        return None
+    if text[:1] in ("*", "/"):
+        return text
+    try:
+        numbers = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise PlanError(f"{name}={text}: the value must be a number, such as {name}=0.1") from None
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else numbers[0]
+
+
+def _parse(
+    typed: Typed, add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> argparse.Namespace:
+    parser = _Parser(add_help=False)
+    add_arguments(parser)
+    return parser.parse_args(typed.text.split())
+
+
+def _describe(run: Run, answer: ev.Steered | None) -> str:
+    """Return what became of a request that was not called off, for people."""
+    text = answer.text if answer is not None else "the run has not reacted yet"
+    return f"{run.folder.name}: {text}"

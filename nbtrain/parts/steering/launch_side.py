@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from ...part_api import (
     LOGGER,
@@ -28,7 +29,7 @@ from ...ui.displays.widget_controls import RunButton
 from . import requests
 from .agreement import Agreement
 from .limits import AGREEMENT_TIMEOUT_S
-from .orders import Action, Asked, Decided, Orders, RequestStatus
+from .orders import Action, Asked, Decided, Orders
 
 
 class SteeringLaunch(LaunchSide):
@@ -38,7 +39,7 @@ class SteeringLaunch(LaunchSide):
         """Return the button Finish, for a run that can be steered."""
         if not requests.can_be_steered(folder):
             return ()
-        press = partial(requests.write, folder, Action(), "by the Finish button")
+        press = partial(requests.write, folder, Action("finish"), "by the Finish button")
         busy = partial(requests.active, action="finish")
         return [RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy)]
 
@@ -79,6 +80,10 @@ class _Pending:
     """None until the ranks are told."""
 
 
+RequestStatus = Literal["pending", "applied", "called off"]
+"""The status of a request, as in `events.Steered`."""
+
+
 class Steering(Companion):
     """Carries out the requests to one run, one after the other. Raises `OSError` on a full disk."""
 
@@ -86,7 +91,9 @@ class Steering(Companion):
         self._folder = folder.path
         self._orders = OrderWriter(folder.path)
         self._decided: tuple[Decided, ...] = ()
-        self._finished: ev.Steered | None = None
+        self._applied: list[requests.Request] = []
+        self._finished: requests.Request | None = None
+        self._event: ev.Steered | None = None  # of that
         self._waiting: deque[_Pending] = deque()
         self._news: list[ev.Event] = []
         self._number = 0
@@ -105,118 +112,108 @@ class Steering(Companion):
             return False
 
     def _accept(self, request: requests.Request) -> None:
-        """Put a request in line, unless another one has asked for the same."""
+        """Put a request in line, unless it is to finish and another one was, too."""
         self._number += 1
         pending = _Pending(self._number, request)
-        if self._finished is not None or self._waiting:
+        others = [self._finished, *(each.request for each in self._waiting)]
+        if request.action.name == "finish" and any(
+            other is not None and other.action.name == "finish" for other in others
+        ):
             self._tell(pending, "called off", "it was asked to finish already")
             return
         self._waiting.append(pending)
-        self._tell(pending, "pending", f"finishing, {request.by}: waits for the next step")
+        self._tell(pending, "pending", "waits for the next step")
 
     def _begin_attempt(self, attempt: int) -> None:
-        """Ask the ranks of a new attempt again: to finish lasts until the run has ended."""
+        """Ask the ranks of a new attempt again for what lasts until the run has ended."""
         self._attempt = attempt
-        finishing = [each.action for each in self._decided if each.is_applied]
-        self._decided = ()
         for pending in self._waiting:
             pending.agreement = None
-        if finishing and self._finished is not None:
-            done, self._finished = self._finished, None
-            self._accept(requests.Request(done.token, done.by, finishing[-1]))
+        applied, self._applied = self._applied, []
+        self._decided, self._finished = (), None
+        for request in applied:
+            self._accept(request)
         self._orders.write(Orders().encode())
 
     def _bring_on(self, pending: _Pending, state: RunState) -> bool:
         """Do what is due for a request; return whether a rank waits, or may come to wait."""
-        now = time.monotonic()
         running = [rank for rank in state.ranks if not rank.is_over]
         if state.status == "stopping" or not running:
-            self._decide(pending, None, "the run ends")
+            self._call_off(pending, "the run ends")
             return False
         if pending.agreement is None:
             pending.agreement = Agreement(frozenset(rank.rank for rank in running))
-            self._write_orders(pending)
+            self._write_orders(pending, pending.agreement)
             return True
         agreement, seen = pending.agreement, _boundaries(state, pending.number)
         steps = {rank: each.calls for rank, each in seen.items()}
         started = [rank.rank for rank in state.ranks if _has_stepped(rank)]
         ended = [r.rank for r in state.ranks if r.is_over or r.status == "failing"]
-        if agreement.update(steps, started, ended, now):
+        if agreement.update(steps, started, ended, time.monotonic()):
             if agreement.status == "open":
-                self._write_orders(pending)
+                self._write_orders(pending, agreement)
             elif agreement.status == "agreed":
-                self._apply(pending, seen, state)
+                self._conclude(pending, [seen[rank] for rank in agreement.members], state)
             else:
-                self._decide(pending, None, _describe_call_off(agreement))
+                self._call_off(pending, _describe_call_off(agreement))
         return bool(steps)
 
-    def _apply(self, pending: _Pending, seen: dict[int, ev.StepBoundary], state: RunState) -> None:
-        """Have all ranks carry out a request where they wait."""
-        members = list(seen.values())
-        decided = Decided(
-            pending.number,
-            True,
-            pending.request.action,
-            ahead=max(each.ahead for each in members),
-            read=max(each.read for each in members),
-            ends_bars=len({each.bars for each in members}) == 1,
-        )
-        step = max(each.step for each in members)
-        planned = estimate_run(state, clock.now()).steps
-        self._decide(pending, decided, "", step, planned)
-
-    def _decide(
-        self,
-        pending: _Pending,
-        decided: Decided | None,
-        reason: str,
-        step: int | None = None,
-        planned: int | None = None,
+    def _conclude(
+        self, pending: _Pending, members: Sequence[ev.StepBoundary], state: RunState
     ) -> None:
-        """Tell the ranks, and the run's events, what becomes of a request.
+        """Have all ranks carry out a request where they wait, or none if one refuses it."""
+        if refusals := [each.detail for each in members if each.is_refused]:
+            self._call_off(pending, refusals[0])
+            return
+        request, number = pending.request, pending.number
+        self._decide(
+            pending,
+            Decided(
+                number,
+                request.action,
+                is_applied=True,
+                ahead=max(each.ahead for each in members),
+                read=max(each.read for each in members),
+                ends_bars=len({each.bars for each in members}) == 1,
+            ),
+        )
+        self._applied.append(request)
+        step, detail = max(each.step for each in members), members[0].detail
+        before = f" ({detail} before)" if detail else ""
+        steps = estimate_run(state, clock.now()).steps
+        event = self._tell(pending, "applied", f"agreed at step {step:,}{before}", step, steps)
+        if request.action.name == "finish":
+            self._finished, self._event = request, event
 
-        It is called off for the `reason` if nothing is `decided`.
-        """
+    def _call_off(self, pending: _Pending, reason: str) -> None:
+        self._decide(pending, Decided(pending.number, pending.request.action))
+        self._tell(pending, "called off", reason)
+
+    def _decide(self, pending: _Pending, decided: Decided) -> None:
+        """Tell the ranks what becomes of a request."""
         self._waiting.remove(pending)
-        action = pending.request.action
-        self._decided = (*self._decided, decided or Decided(pending.number, False, action))
+        self._decided = (*self._decided, decided)
         self._orders.write(Orders(None, self._decided).encode())
-        if decided is None:
-            self._tell(pending, "called off", reason)
-        else:
-            until = "" if action.after == "step" else ", at the end of this epoch"
-            text = f"finishing, {pending.request.by}: agreed at step {step:,}{until}"
-            self._finished = self._tell(pending, "applied", text, step, planned)
 
-    def _write_orders(self, pending: _Pending) -> None:
-        assert pending.agreement is not None
-        asked = Asked(pending.number, pending.agreement.target)
+    def _write_orders(self, pending: _Pending, agreement: Agreement) -> None:
+        asked = Asked(pending.number, agreement.target, pending.request.action)
         self._orders.write(Orders(asked, self._decided).encode())
 
     def _tell(
         self,
         pending: _Pending,
         status: RequestStatus,
-        text: str,
+        what: str,
         step: int | None = None,
-        planned: int | None = None,
+        steps: int | None = None,
     ) -> ev.Steered:
         """Add an event about a request to the news, and return it."""
         request = pending.request
-        if status == "called off":
-            text = f"to finish, {request.by}, was called off: {text}"
-        event = ev.Steered(
-            clock.now(),
-            -1,
-            request=pending.number,
-            token=request.token,
-            action=request.action.name,
-            status=status,
-            step=step,
-            steps=planned,
-            by=request.by,
-            text=text,
-        )
+        token, action, by = request.token, request.action, request.by
+        separator = " was called off: " if status == "called off" else ": "
+        text = f"{action.text}, {by}{separator}{what}"
+        names = pending.number, token, action.name, status, step, steps, by, text
+        event = ev.Steered(clock.now(), -1, *names)
         self._news.append(event)
         return event
 
@@ -227,7 +224,7 @@ class Steering(Companion):
 
     def describe_success(self, state: RunState) -> str:
         """Return that the run finished early; "" if it was not asked to, or came to its end."""
-        done = self._finished
+        done = self._event
         if done is None:
             return ""
         steps = max([done.step or 0, *(r.progress.steps for r in state.ranks if r.progress)])

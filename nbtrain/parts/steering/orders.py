@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 AFTER = ("step", "epoch")
-"""What the training may finish after."""
+"""What a training may finish after."""
+
+Setting = float | str | tuple[float, float] | None
+"""A new value of a setting: a number, two for betas, ``*0.5`` or ``/3`` to change the present
+value, or None to take back what was set before."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What all ranks are to do."""
+    """What all ranks do at the agreed step. Its values fit into JSON."""
 
-    name: str = "finish"
+    name: Literal["finish", "turn"]
     after: str = "step"
-    """One of `AFTER`."""
+    """To finish: one of `AFTER`."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """To turn: the new values, by name."""
+    optimizer: int | str | None = None
+    """The number of an optimizer, or the name of its class; None: all."""
+    group: int | None = None
+    """The number of a parameter group; None: all."""
+
+    @property
+    def text(self) -> str:
+        """The action for people: ``finish``, ``turn lr to 0.0003``."""
+        if self.name == "finish":
+            return "finish" if self.after == "step" else f"finish after this {self.after}"
+        return "turn " + ", ".join(map(_describe_setting, self.settings.items()))
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> Action:
+        """Return the action of a decoded record. Raises `ValueError` or `TypeError`."""
+        settings = {
+            str(name): (float(value[0]), float(value[1])) if isinstance(value, list) else value
+            for name, value in record["settings"].items()
+        }
+        action = cls(**{**record, "settings": settings})
+        if action.name not in ("finish", "turn") or action.after not in AFTER:
+            raise ValueError(f"{action} is none of this version of nbtrain")
+        return action
+
+
+def _describe_setting(item: tuple[str, Setting]) -> str:
+    name, value = item
+    if value is None:
+        return f"{name} back"
+    shown = f"({value[0]:g}, {value[1]:g})" if isinstance(value, tuple) else f"{value}"
+    return f"{name} to {f'{value:g}' if isinstance(value, float) else shown}"
 
 
 @dataclass(frozen=True)
@@ -26,6 +64,7 @@ class Asked:
     request: int
     target: int
     """As `Agreement.target`."""
+    action: Action
 
 
 @dataclass(frozen=True)
@@ -33,8 +72,8 @@ class Decided:
     """A request that is over."""
 
     request: int
-    is_applied: bool
     action: Action
+    is_applied: bool = False
     ahead: int = 0
     """The largest `StepBoundary.ahead` of all ranks."""
     read: int = 0
@@ -58,12 +97,12 @@ class Orders:
         """Return the orders of `encode`. Raises `ValueError`, `KeyError` or `TypeError`."""
         record = json.loads(data or b"{}")
         asked = record.get("asked")
-        decided = (
-            Decided(**{**each, "action": Action(**each["action"])})
-            for each in record.get("decided", ())
+        decided = record.get("decided", ())
+        return cls(
+            None if asked is None else Asked(**_with_action(asked)),
+            tuple(Decided(**_with_action(each)) for each in decided),
         )
-        return cls(None if asked is None else Asked(**asked), tuple(decided))
 
 
-RequestStatus = Literal["pending", "applied", "called off"]
-"""The status of a request, as in `events.Steered`."""
+def _with_action(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {**record, "action": Action.decode(record["action"])}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...part_api import OrderReader, RankContext, RankSide, hooks, undo_later
+from .actions import Actions
 from .boundaries import StepBoundaries
-from .finish import Finishing
 
 
 class SteeringRank(RankSide):
@@ -17,4 +17,4 @@ class SteeringRank(RankSide):
         except OSError:  # this run is not steered, or the file system cannot share memory
             return
         undo_later(reader.close)
-        hooks.add(StepBoundaries(context, reader, Finishing(context)))
+        hooks.add(StepBoundaries(context, reader, Actions(context)))

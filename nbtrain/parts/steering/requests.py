@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from ...part_api import (
     write_atomically,
 )
 from ...part_api import events as ev
-from .orders import AFTER, Action
+from .orders import AFTER, Action, Setting
+from .turn import TurnError, check
 
 PREFIX = "request-"
 """The start of the names of the files."""
@@ -79,24 +80,53 @@ def take(folder: Path) -> Iterator[Request]:
         request: Request | None = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads((folder / name).read_bytes())
-            action = Action(**record["action"])
-            if action.after in AFTER:
-                request = Request(str(record["token"]), str(record["by"]), action)
+            action = Action.decode(record["action"])
+            request = Request(str(record["token"]), str(record["by"]), action)
         (folder / name).unlink(missing_ok=True)
         if request is not None:
             yield request
 
 
 def finish(run: Run, after: str = "step", by: str = "by run.finish()") -> ev.Steered | None:
-    """Do what `Run.finish` does; return the status of the request, None if it is not known yet."""
+    """Do what `Run.finish` does, and return the status of the request.
+
+    It is None if the run has not reacted yet.
+    """
     if after not in AFTER:
         raise PlanError(f'a training finishes after a "step" or an "epoch", not after {after!r}')
-    state = run.state
-    if state.is_over:
-        raise NbtrainError(f"{run.folder.name} has ended already: {state.outcome}")
-    for earlier in active(state, "finish"):
+    _check_running(run)
+    for earlier in active(run.state, "finish"):
         raise NbtrainError(f"{run.folder.name} was asked to finish already, {earlier.by}")
-    token = write(RunFolder(run.folder), Action("finish", after), by)
+    return _ask(run, Action("finish", after), by)
+
+
+def turn(
+    run: Run,
+    settings: Mapping[str, Setting],
+    optimizer: int | str | None = None,
+    group: int | None = None,
+    by: str = "by run.turn()",
+) -> ev.Steered | None:
+    """Do what `Run.turn` does, and return the status of the request, as `finish`."""
+    try:
+        check(settings)
+    except TurnError as error:
+        raise PlanError(str(error)) from None
+    _check_running(run)
+    return _ask(run, Action("turn", settings=settings, optimizer=optimizer, group=group), by)
+
+
+def _check_running(run: Run) -> None:
+    if run.state.is_over:
+        raise NbtrainError(f"{run.folder.name} has ended already: {run.state.outcome}")
+
+
+def _ask(run: Run, action: Action, by: str) -> ev.Steered | None:
+    """Make a request, and wait a moment for what becomes of it.
+
+    Raises `NbtrainError` if it is called off, and what `write` raises.
+    """
+    token = write(RunFolder(run.folder), action, by)
 
     def answers(state: RunState) -> list[ev.Steered]:
         return [s for s in state.steered if s.token == token]

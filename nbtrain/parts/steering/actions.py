@@ -1,0 +1,48 @@
+"""What a rank does at the agreed step, for each kind of action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...part_api import RankContext
+from .finish import Finishing
+from .orders import Action, Decided
+from .turn import TurnError, Turning
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank reports when it waits: fields of `events.StepBoundary`."""
+
+    ahead: int = 0
+    read: int = 0
+    bars: int = 0
+    detail: str = ""
+    is_refused: bool = False
+
+
+class Actions:
+    """The actions of one task."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._finishing, self._turning = Finishing(context), Turning(context)
+
+    def prepare(self, action: Action) -> Prepared:
+        """Get ready for an action, and return what the launcher needs to decide about it."""
+        if action.name == "finish":
+            return Prepared(*self._finishing.prepare())
+        try:
+            return Prepared(detail=self._turning.describe(action))
+        except TurnError as error:
+            return Prepared(detail=str(error), is_refused=True)
+
+    def apply(self, decided: Decided) -> None:
+        """Carry out what all ranks carry out after this step."""
+        if decided.action.name == "finish":
+            self._finishing.apply(decided)
+        else:
+            self._turning.apply(decided.action)
+
+    def release(self) -> None:
+        """Undo `prepare`: the request was called off, or needs a later step."""
+        self._finishing.release()

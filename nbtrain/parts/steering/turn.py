@@ -1,0 +1,234 @@
+"""Turns settings of optimizers, and knobs of the training function, while a rank trains."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ...part_api import Observer, RankContext, hooks, patch, undo_later, when_imported
+from ...worker.rank_context import Knob
+from .orders import Action, Setting
+
+_SETTINGS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0, "betas": 1.0}
+"""The settings of optimizers that can be turned, and the bound that they must be below."""
+
+Value = float | tuple[float, float]
+
+
+class TurnError(ValueError):
+    """A setting cannot be turned so. The text is for people."""
+
+
+def check(settings: Mapping[str, Setting]) -> None:
+    """Raise `TurnError` for a value that is wrong whatever the training is."""
+    if not settings:
+        raise TurnError("nothing to turn: give a setting with its new value, such as lr=3e-4")
+    for name, value in settings.items():
+        if isinstance(value, str) and name != "betas":
+            _factor(name, value)
+        elif value is not None:
+            _check_numbers(name, value)
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raise `TurnError` unless a value is a number within the bounds of its setting; betas two."""
+    numbers: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
+    if len(numbers) != (2 if name == "betas" else 1):
+        kind = "two numbers" if name == "betas" else "a number"
+        raise TurnError(f"{name} must be {kind}, not {value!r}")
+    for number in numbers:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number):
+            raise TurnError(f"{name} must be a finite number, not {number!r}")
+        if name in _SETTINGS and not 0 <= number < _SETTINGS[name]:
+            most = "" if _SETTINGS[name] == math.inf else f" and below {_SETTINGS[name]:g}"
+            raise TurnError(f"{name} must be at least 0{most}, not {number:g}")
+
+
+def _factor(name: str, text: str) -> float:
+    """Return the factor of ``*0.5`` or ``/3``. Raises `TurnError`."""
+    try:
+        number = float(text[1:])
+        if text[:1] in ("*", "/") and math.isfinite(number) and number > 0:
+            return number if text[0] == "*" else 1 / number
+    except ValueError:
+        pass
+    raise TurnError(f"{name} must be a number, or a factor such as '*0.5' or '/3', not {text!r}")
+
+
+class _Turned:
+    """One setting of a parameter group that was turned.
+
+    The group has the value that the training code or a scheduler gives it, except during a step of
+    the optimizer. So a scheduler is not disturbed, whatever it computes from. A value that changes
+    was set by one: then the turn is a factor on it.
+    """
+
+    def __init__(self, value: Value, given: Value) -> None:
+        self._value, self._base = value, given
+        self.kept: Any = None
+        """During a step, what the code gave the group."""
+
+    def present(self, given: Value) -> Value:
+        """Return the value for a step, where the code gives the group `given`."""
+        are_numbers = not any(isinstance(v, tuple) for v in (given, self._base, self._value))
+        if given == self._base or not self._base or not are_numbers:
+            return self._value
+        return given * (self._value / self._base)  # type: ignore[operator]
+
+
+def _plain(value: Any) -> Value:
+    if isinstance(value, (tuple, list)):
+        return float(value[0]), float(value[1])
+    return float(value)
+
+
+def _set(group: dict[str, Any], name: str, value: Value) -> None:
+    """Set a value of a group, as a tensor where it is one."""
+    present = group[name]
+    group[name] = present.clone().fill_(value) if hasattr(present, "fill_") else value
+
+
+class Turning(Observer):
+    """The optimizers of a rank, and what was turned of them."""
+
+    purpose = "steering"
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._optimizers: list[weakref.ref[Any]] = []
+        # By the group's number and the name: a state that is loaded replaces the groups.
+        self._turned: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], _Turned]]
+        self._turned = weakref.WeakKeyDictionary()
+        hooks.add(self)
+        # Not when something is turned: that is during a step, when no hook may be added.
+        when_imported("torch.optim.optimizer", self._add_hooks)
+        patch("fastai.optimizer:Optimizer", "step", self._step_fastai)
+
+    def on_first_step(self, optimizer: Any) -> None:
+        """Remember an optimizer in the order of first steps."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def describe(self, action: Action) -> str:
+        """Return the present values of what an action turns. Raises `TurnError` if it cannot."""
+        check(action.settings)
+        found = []
+        for name, value in action.settings.items():
+            if name in self._context.knobs:
+                knob = self._context.knobs[name]
+                _check_knob(name, knob, value)
+                found.append(f"{name} {_show(knob.present)}")
+            else:
+                groups = (_groups_of(optimizer)[n] for optimizer, n in self._groups(action, name))
+                values = dict.fromkeys(_show(_plain(group[name])) for group in groups)
+                found.append(f"{name} {', '.join(values)}")
+        return "; ".join(found)
+
+    def _groups(self, action: Action, name: str) -> Iterator[tuple[Any, int]]:
+        """Yield the optimizers with the numbers of the groups that an action is for.
+
+        Raises `TurnError` if one lacks the setting, or cannot be turned now.
+        """
+        if name not in _SETTINGS:
+            known = ", ".join([*_SETTINGS, *self._context.knobs])
+            raise TurnError(f"nothing here is called {name!r}; what can be turned: {known}")
+        for optimizer in self._chosen(action.optimizer):
+            numbers = range(len(_groups_of(optimizer)))
+            if action.group is not None and action.group not in numbers:
+                raise TurnError(f"there is no group {action.group} among {len(numbers)}")
+            for number in numbers if action.group is None else (action.group,):
+                group = _groups_of(optimizer)[number]
+                if name not in group:
+                    raise TurnError(f"{type(optimizer).__name__} has no {name}")
+                if name == "lr" and not _plain(group[name]):
+                    raise TurnError("the learning rate is 0 now; turn it at a later step")
+                yield optimizer, number
+
+    def _chosen(self, which: int | str | None) -> Sequence[Any]:
+        """Return the optimizers of a number or a class name; all for None."""
+        known = [o for reference in self._optimizers if (o := reference()) is not None]
+        if which is None:
+            return known
+        names = [type(each).__name__ for each in known]
+        found = [o for n, o in enumerate(known) if which in (n, names[n])]
+        if not found:
+            listed = ", ".join(f"{number}: {name}" for number, name in enumerate(names))
+            raise TurnError(f"no optimizer is {which!r}; those that make steps: {listed}")
+        return found
+
+    def apply(self, action: Action) -> None:
+        """Turn what an action names. `describe` has checked it."""
+        for name, value in action.settings.items():
+            knob = self._context.knobs.get(name)
+            if knob is not None:
+                new = None if value is None else _new_value(value, knob.present)
+                knob.turned = None if isinstance(new, tuple) else new
+                continue
+            for optimizer, number in self._groups(action, name):
+                turned = self._turned.setdefault(optimizer, {})
+                given = _plain(_groups_of(optimizer)[number][name])
+                before = turned.pop((number, name), None)
+                if value is not None:
+                    present = given if before is None else before.present(given)
+                    turned[number, name] = _Turned(_new_value(value, present), given)
+
+    def _add_hooks(self, module: Any) -> None:
+        """Have each step of torch's optimizers be made with the turned values."""
+        undo_later(module.register_optimizer_step_pre_hook(self._begin_step).remove)
+        # After nbtrain's other hook, which reads the learning rate of the step.
+        undo_later(module.register_optimizer_step_post_hook(self._end_step).remove)
+
+    def _step_fastai(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a step of fastai's optimizer with the turned values."""
+        self._begin_step(optimizer)
+        try:
+            return original(optimizer, *args, **kwargs)
+        finally:
+            self._end_step(optimizer)
+
+    def _begin_step(self, optimizer: Any, *_: Any) -> None:
+        """Give the groups the turned values."""
+        if not self._turned:
+            return
+        for (number, name), turned in self._turned.get(optimizer, {}).items():
+            if turned.kept is None:  # ZeRO steps once for each group
+                group = _groups_of(optimizer)[number]
+                turned.kept = group[name]
+                _set(group, name, turned.present(_plain(turned.kept)))
+
+    def _end_step(self, optimizer: Any, *_: Any) -> None:
+        """Give the groups back what the code gave them."""
+        if not self._turned:
+            return
+        for (number, name), turned in self._turned.get(optimizer, {}).items():
+            if turned.kept is not None:
+                _groups_of(optimizer)[number][name], turned.kept = turned.kept, None
+
+
+def _groups_of(optimizer: Any) -> Sequence[Any]:
+    """Return the parameter groups of an optimizer; fastai's are copies of its `hypers`."""
+    return getattr(optimizer, "hypers", None) or optimizer.param_groups  # type: ignore[no-any-return]
+
+
+def _new_value(value: Setting, present: Value) -> Value:
+    """Return the value that a setting gets, from a number or a factor on the present one."""
+    if not isinstance(value, str):
+        assert value is not None
+        return value
+    assert not isinstance(present, tuple)
+    return present * _factor("it", value)
+
+
+def _check_knob(name: str, knob: Knob, value: Setting) -> None:
+    """Raise `TurnError` if a knob does not go so far."""
+    if value is None:
+        return
+    new = _new_value(value, knob.present)
+    if isinstance(new, tuple) or not knob.low <= new <= knob.high:
+        raise TurnError(f"{name} must be from {knob.low:g} to {knob.high:g}, not {value!r}")
+
+
+def _show(value: Value) -> str:
+    return f"({value[0]:g}, {value[1]:g})" if isinstance(value, tuple) else f"{value:g}"

@@ -1,0 +1,285 @@
+"""Settings that are turned while ranks train: all use the new value from the same step on."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import nbtrain
+from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.steering.orders import Action
+from nbtrain.parts.steering.requests import write
+from nbtrain.tracking.run_folder import RunFolder
+from tests.support.runs import launch
+
+pytestmark = pytest.mark.part("steering")
+
+STEPS = 120
+
+
+def ask(settings: dict[str, Any], **which: Any) -> None:
+    """Request new settings of this run, from its first rank."""
+    if nbtrain.rank() == 0:
+        folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+        write(folder, Action("turn", settings=settings, **which), "by the test")
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "none": lambda o: None,
+    "recursive": lambda o: lr_scheduler.ExponentialLR(o, 0.99),
+    "closed form": lambda o: lr_scheduler.LambdaLR(o, lambda n: 1 / (1 + n)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 200, eta_min=1e-4),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, STEPS + 1),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=5),
+}
+
+
+def train(
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    make_schedule: Callable[[torch.optim.Optimizer], Any],
+    turns: dict[int, dict[str, Any]],
+    changed: dict[int, Callable[[dict[str, Any]], None]],
+) -> list[list[float]]:
+    """Train, and return the parameters after each step.
+
+    At the steps of `turns` a setting is turned by a request, from those of `changed` on the code
+    changes it before each of its own steps, and takes that back after it.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(model.parameters())
+    schedule = make_schedule(optimizer)
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    for step in range(1, STEPS + 1):
+        x = torch.randn(4, 3, generator=generator)
+        loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        before = [dict(group) for group in optimizer.param_groups]
+        for since, change in changed.items():
+            if step > since:
+                for group in optimizer.param_groups:
+                    change(group)
+        optimizer.step()
+        for group, given in zip(optimizer.param_groups, before, strict=True):
+            if changed:
+                group.update(given)
+        if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+            schedule.step(loss.detach())
+        elif schedule is not None:
+            schedule.step()
+        seen.append([float(v) for p in model.parameters() for v in p.detach().flatten()])
+        time.sleep(0.004)
+        if step in turns:
+            ask(turns[step])
+    return seen
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.5)
+
+
+def steps_of(run: nbtrain.Run) -> list[int]:
+    """Return the steps after which requests were carried out."""
+    assert [s.status for s in run.state.steered] == ["applied"] * len(run.state.steered), run.state
+    return [s.step for s in run.state.steered if s.step is not None]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_turned_rate_is_a_factor_on_what_a_scheduler_sets(name: str) -> None:
+    run = launch(train, sgd, SCHEDULES[name], {20: {"lr": "*0.25"}}, {}, n=2)
+    assert run.results[0] == run.results[1]
+    (at,) = steps_of(run)
+
+    def change(group: dict[str, Any]) -> None:
+        group["lr"] *= 0.25
+
+    expected = train(sgd, SCHEDULES[name], {}, {at: change})
+    assert 20 <= at < STEPS - 10
+    close = pytest.approx(expected[-1], rel=1e-5)
+    assert run.value[-1] == close
+    assert run.value[: at + 1] == expected[: at + 1]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
+    "lr": (sgd, {"lr": 0.003}),
+    "momentum": (sgd, {"momentum": 0.9}),
+    "weight decay": (sgd, {"weight_decay": 0.1}),
+    "betas": (lambda p: torch.optim.AdamW(p, lr=0.01), {"betas": (0.5, 0.8)}),
+    "two": (lambda p: torch.optim.AdamW(p, lr=0.01), {"lr": 0.001, "weight_decay": 0.5}),
+    "a rate in a tensor": (
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), foreach=False, capturable=False),
+        {"lr": 0.001},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_turned_setting_trains_bit_for_bit_as_one_that_the_code_changes(name: str) -> None:
+    make, settings = CHANGES[name]
+    run = launch(train, make, SCHEDULES["none"], {20: settings}, {}, n=2)
+    (at,) = steps_of(run)
+
+    def change(group: dict[str, Any]) -> None:
+        for key, value in settings.items():
+            is_tensor = isinstance(group[key], torch.Tensor)
+            group[key] = torch.tensor(value) if is_tensor else value
+
+    expected = train(make, SCHEDULES["none"], {}, {at: change})
+    assert run.results == [expected, expected]
+    assert expected[-1] != train(make, SCHEDULES["none"], {}, {})[-1]
+
+
+def test_a_turn_is_taken_back() -> None:
+    turns = {20: {"lr": 0.5}, 60: {"lr": None}}
+    run = launch(train, sgd, SCHEDULES["recursive"], turns, {}, n=2)
+    first, second = steps_of(run)
+
+    def to_half(group: dict[str, Any]) -> None:
+        group["lr"] = group["lr"] * (0.5 / (0.02 * 0.99**first)) if start[0] else group["lr"]
+
+    start = [False]
+    expected = train(sgd, SCHEDULES["recursive"], {}, {})
+    assert run.value[:first] == expected[:first]
+    assert run.value[first] != expected[first]
+    assert second > first
+    assert "lr 0.0" in run.state.steered[0].text  # what it was before
+
+
+def with_knob(turns: dict[int, dict[str, Any]]) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    values = []
+    for step in range(1, STEPS + 1):
+        values.append(nbtrain.knob("temperature", 1.0, low=0, high=2))
+        optimizer.step()
+        time.sleep(0.004)
+        if step in turns:
+            ask(turns[step])
+    return values
+
+
+def test_a_knob_has_the_new_value_on_all_ranks_from_the_same_step_on() -> None:
+    turns = {15: {"temperature": 0.5}, 50: {"temperature": "*3"}, 80: {"temperature": None}}
+    run = launch(with_knob, turns, n=3)
+    assert run.results == [run.value] * 3
+    first, second, third = steps_of(run)
+    parts = [1.0] * first + [0.5] * (second - first) + [1.5] * (third - second)
+    assert run.value == parts + [1.0] * (STEPS - third)
+    assert nbtrain.knob("temperature", 0.7) == 0.7  # outside a run
+
+
+REFUSED = {
+    "an unknown name": {"learning_rate": 0.1},
+    "betas of SGD": {"betas": (0.9, 0.99)},
+    "a knob beyond its bounds": {"temperature": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_rank_can_turn_is_refused_and_nothing_changes(name: str) -> None:
+    run = launch(with_knob, {15: REFUSED[name]}, n=2)
+    (asked,) = run.state.steered
+    assert asked.status == "called off"
+    assert run.results == [[1.0] * STEPS] * 2
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "not a number": {"lr": math.nan},
+    "infinite": {"lr": math.inf},
+    "negative": {"lr": -1.0},
+    "a truth value": {"lr": True},
+    "a word": {"lr": "much"},
+    "a factor of 0": {"lr": "*0"},
+    "a momentum of 1": {"momentum": 1.0},
+    "one beta": {"betas": 0.9},
+    "three betas": {"betas": (0.1, 0.2, 0.3)},
+    "a list": {"lr": [0.1, 0.2]},
+}
+
+
+def test_a_wrong_value_is_refused_before_the_ranks_hear_of_it() -> None:
+    run = launch(with_knob, {}, n=2, background=True)
+    for settings in WRONG.values():
+        with pytest.raises(PlanError):
+            run.turn(**settings)
+    run.wait()
+    assert run.state.steered == ()
+    with pytest.raises(NbtrainError, match="has ended"):
+        run.turn(lr=0.1)
+
+
+def two_optimizers(turns: dict[int, tuple[dict[str, Any], dict[str, Any]]]) -> list[list[float]]:
+    """Return by how much each step moved three weights: the rates of their steps."""
+    weights = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
+    groups = [{"params": weights[:1], "lr": 0.5}, {"params": weights[1:2], "lr": 0.25}]
+    first = torch.optim.SGD(groups)
+    second = torch.optim.Adagrad(weights[2:], lr=1.0)
+    moved = []
+    for step in range(1, STEPS + 1):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        before = [weight.item() for weight in weights]
+        first.step()
+        second.step()
+        moved.append([b - w.item() for b, w in zip(before, weights, strict=True)][:2])
+        time.sleep(0.004)
+        if step in turns:
+            settings, which = turns[step]
+            ask(settings, **which)
+    return moved
+
+
+def test_one_group_of_one_optimizer_is_turned() -> None:
+    turns = {15: ({"lr": 1.0}, {"optimizer": "SGD", "group": 1})}
+    run = launch(two_optimizers, turns, n=2)
+    assert run.results[0] == run.results[1]
+    (at,) = steps_of(run)
+    assert run.value[at - 1] == [0.5, 0.25]
+    assert run.value[at + 1] == [0.5, 1.0]
+
+
+def under_many_requests(seed: int) -> tuple[list[float], int]:
+    """Make steps of random length, and ask for a new rate now and then; return the rates."""
+    draw = random.Random(100 * seed + nbtrain.rank())
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    rates, asked = [], 0
+    together = seed % 2
+    torch.distributed.init_process_group("gloo")
+    for _ in range(400):
+        weight.grad = torch.ones_like(weight)
+        if together:
+            torch.distributed.all_reduce(weight.grad, op=torch.distributed.ReduceOp.MAX)
+        before = weight.item()
+        optimizer.step()
+        rates.append(round(before - weight.item(), 6))
+        time.sleep(draw.random() * 0.03 if draw.random() < 0.4 else 0)
+        if nbtrain.rank() == 0 and draw.random() < 0.08:
+            asked += 1
+            ask({"lr": float(1 + asked)})
+    torch.distributed.barrier()  # a rank that has ended would miss what the others do
+    return rates, asked
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_many_requests_are_each_carried_out_at_one_step_or_by_no_rank(seed: int) -> None:
+    run = launch(under_many_requests, seed, n=4)
+    rates = [rates for rates, _ in run.results]
+    assert rates == [rates[0]] * 4
+    statuses = [s.status for s in run.state.steered]
+    assert len(statuses) == run.value[1]
+    assert statuses.count("applied") + statuses.count("called off") == len(statuses)
+    assert statuses.count("applied") >= 0.7 * len(statuses)
+    assert len(set(rates[0])) == 1 + statuses.count("applied")
