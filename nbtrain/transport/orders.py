@@ -1,6 +1,6 @@
 """Passes orders of the launcher to the ranks of a host, in two files of the run's folder.
 
-A rank looks at the bell, a number in shared memory, after each optimizer step: that takes 50 ns. It
+A rank reads the bell, a number in shared memory, after each optimizer step: that takes 50 ns. It
 reads the file with the orders only after the number has changed.
 """
 
@@ -12,9 +12,6 @@ import sys
 from pathlib import Path
 
 from ..system.files import read_regular, write_atomically
-
-_BYTES = 8
-"""The size of the bell: one number of the host's byte order."""
 
 
 class OrderWriter:
@@ -38,10 +35,10 @@ class OrderWriter:
 
     def _ring(self) -> None:
         # Not through shared memory of this process, which SIGBUS would end on a full disk.
-        os.pwrite(self._bell, self._number.to_bytes(_BYTES, sys.byteorder), 0)
+        os.pwrite(self._bell, self._number.to_bytes(8, sys.byteorder), 0)
 
     def close(self) -> None:
-        """Close the bell. The files stay, since ranks may still look at them."""
+        """Close the bell. The files stay, since ranks may still read them."""
         os.close(self._bell)
 
 
@@ -52,7 +49,7 @@ class OrderReader:
         self._orders, bell = _files(folder)
         descriptor = os.open(bell, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._memory = mmap.mmap(descriptor, _BYTES, access=mmap.ACCESS_READ)
+            self._memory = mmap.mmap(descriptor, 8, access=mmap.ACCESS_READ)
         except ValueError as error:  # the file is shorter: it was cut, or the disk was full
             raise OSError(f"{bell} has no number") from error
         finally:

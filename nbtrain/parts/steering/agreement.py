@@ -1,11 +1,14 @@
-"""Agrees with all ranks on one step at which they carry out a request. Pure.
+"""Finds one step after which all ranks carry out a request. Pure.
 
-A rank that hears of a request waits after its next step, and reports its number. Once all ranks
-wait after the same step, they carry the request out there. If they wait after different steps,
-those behind go on to the furthest. If a rank is missing for a moment, it may be in a collective of
-the next step and need those that wait: they go on together to a later step, which every rank knows
-before it gets there. If a rank does not come in time, the request is called off. A rank that waits
-does not go on until it is told to, so all ranks act on the same word.
+A rank that receives a request waits after its next optimizer step, and reports the step's number.
+
+- All ranks wait after the same step: they carry the request out there.
+- They wait after different steps: the others continue to the furthest of these steps.
+- Some ranks are missing for a moment. They may be in a collective of the next step, and need the
+  ranks that wait. So these continue to a later step, which every rank knows before it is there.
+- A rank is missing for too long: the request is called off.
+
+A rank that has reported waits until the launcher decides, so all ranks do the same.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ class Agreement:
     members: frozenset[int]
     """The ranks that take part: those that have not ended."""
     target: int = 0
-    """Ranks wait at the first boundary after at least so many steps."""
+    """Ranks wait after this step, or after a later one if they have made more steps."""
     status: Status = "open"
     late: frozenset[int] = frozenset()
-    """The ranks because of which the request was called off; empty if all had ended."""
+    """The missing ranks, if the request was called off; empty if all ranks had ended."""
     _deadline: float | None = None
     _first_step_deadline: float = 0.0
     _round_ends: float | None = None
@@ -38,10 +41,10 @@ class Agreement:
     def update(
         self, steps: Mapping[int, int], started: Collection[int], ended: Collection[int], now: float
     ) -> bool:
-        """Take note of the ranks at a moment; return whether they must be told something new.
+        """Update the agreement; return whether the orders to the ranks change.
 
-        `steps` has the step after which each rank waited last for this request. `started` are the
-        ranks that have made a step, and `ended` those that make none any more.
+        `steps` maps ranks to the step after which they waited last for this request. `started` are
+        the ranks that have made a step, and `ended` the ranks whose task has ended.
         """
         if self.status != "open":
             return False
@@ -63,7 +66,7 @@ class Agreement:
         missing = self.members - waiting.keys()
         all_started = missing <= {*started, *steps}
         if now >= (self._deadline if all_started else self._first_step_deadline):
-            last = min(steps.get(rank, 0) for rank in missing)  # others are on the way, perhaps
+            last = min(steps.get(rank, 0) for rank in missing)  # the others may be on their way
             return self._call_off([rank for rank in missing if steps.get(rank, 0) == last])
         if not (waiting and all_started):
             return False
@@ -71,7 +74,7 @@ class Agreement:
             self._round_ends = now + limits.FIRST_ROUND_S * 2**self._rounds
         if now < self._round_ends:
             return False
-        self._rounds += 1  # twice as far each time, until all ranks need no other to get there
+        self._rounds += 1  # twice as far each time: until it is beyond a collective
         return self._go_on_to(max(waiting.values()) + 2**self._rounds)
 
     def _go_on_to(self, target: int) -> bool:

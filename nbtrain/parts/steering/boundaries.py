@@ -13,15 +13,15 @@ from .orders import Asked, Decided, Orders
 
 _NEVER = sys.maxsize
 
-_LOOK_INTERVAL_S = 0.001
-"""Between two looks at the bell by a rank that waits."""
+_POLL_INTERVAL_S = 0.001
+"""Between two readings of the bell by a rank that waits."""
 
 
 class StepBoundaries(Observer):
-    """Looks for requests after each step of an optimizer. Without one, this takes 0.1 µs.
+    """Waits for the other ranks after an optimizer step, if there is a request.
 
-    A rank that waits goes on only when the launcher tells it to, because the other ranks do as it
-    does. An interrupt is raised in it as anywhere.
+    Without a request it takes 0.1 µs a step. A rank that has reported its step waits until the
+    launcher decides. An interrupt ends the wait, as it ends any code.
     """
 
     purpose = "steering"
@@ -30,7 +30,7 @@ class StepBoundaries(Observer):
         self._context, self._reader, self._actions = context, reader, actions
         self._bell, self._heard = reader.bell, 0
         self._calls = 0
-        self._due = _NEVER  # the number of calls at which to wait
+        self._due = _NEVER  # wait after so many calls
         self._last_decided = 0
         self._reported: tuple[int, int] | None = None  # the request, and the calls
 
@@ -41,7 +41,7 @@ class StepBoundaries(Observer):
             self._meet()
 
     def _meet(self) -> None:
-        """Follow the orders until they let this rank go on."""
+        """Follow the orders until this rank may continue."""
         while True:
             self._heard = self._bell[0]
             orders = self._read()
@@ -50,17 +50,17 @@ class StepBoundaries(Observer):
             if not self._waits_for(orders.asked):
                 return
             while self._bell[0] == self._heard:
-                time.sleep(_LOOK_INTERVAL_S)
+                time.sleep(_POLL_INTERVAL_S)
 
     def _read(self) -> Orders:
         """Return the orders. Waits for them if the run's folder is just being made again."""
         while True:
-            # Damaged or deleted with the folder. A rank that has reported must not go on by itself.
+            # Damaged, or deleted with the folder. A rank that has reported must not continue alone.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 return Orders.decode(self._reader.read())
             if self._reported is None:
                 return Orders()
-            time.sleep(_LOOK_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _settle(self, decided: Decided) -> None:
         """Carry out, once, a request that was decided while this rank waited for it."""

@@ -78,7 +78,7 @@ def _turn(options: argparse.Namespace, by: str) -> str:
 
 
 def _read_setting(name: str, text: str) -> Setting:
-    """Return the setting that was typed. Raises `PlanError` for one that is none."""
+    """Return the setting that was typed. Raises `PlanError` for any other text."""
     if text == "back":
         return None
     if text[:1] in ("*", "/"):

@@ -46,9 +46,10 @@ class SteeringLaunch(LaunchSide):
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        """Return what steers the run; None if it cannot be steered.
+        """Return the object that steers the run; None if the run cannot be steered.
 
-        It cannot if nbtrain does not see the ranks' steps, or not all ranks are of this run.
+        A run can be steered if nbtrain sees the steps of all its ranks, and all ranks that train
+        together are of this run.
         """
         plan = job.plan
         is_alone = not (job.in_kernel or plan.takes_tasks or plan.scaling or plan.rendezvous)
@@ -77,7 +78,7 @@ class _Pending:
     number: int
     request: requests.Request
     agreement: Agreement | None = None
-    """None until the ranks are told."""
+    """None before the ranks have the request."""
 
 
 RequestStatus = Literal["pending", "applied", "called off"]
@@ -112,20 +113,20 @@ class Steering(Companion):
             return False
 
     def _accept(self, request: requests.Request) -> None:
-        """Put a request in line, unless it is to finish and another one was, too."""
+        """Add a request to the queue. A second request to finish is called off."""
         self._number += 1
         pending = _Pending(self._number, request)
         others = [self._finished, *(each.request for each in self._waiting)]
         if request.action.name == "finish" and any(
             other is not None and other.action.name == "finish" for other in others
         ):
-            self._tell(pending, "called off", "it was asked to finish already")
+            self._add_event(pending, "called off", "it was asked to finish already")
             return
         self._waiting.append(pending)
-        self._tell(pending, "pending", "waits for the next step")
+        self._add_event(pending, "pending", "waits for the next step")
 
     def _begin_attempt(self, attempt: int) -> None:
-        """Ask the ranks of a new attempt again for what lasts until the run has ended."""
+        """Repeat the requests that were carried out, for the ranks of a new attempt."""
         self._attempt = attempt
         for pending in self._waiting:
             pending.agreement = None
@@ -161,7 +162,7 @@ class Steering(Companion):
     def _conclude(
         self, pending: _Pending, members: Sequence[ev.StepBoundary], state: RunState
     ) -> None:
-        """Have all ranks carry out a request where they wait, or none if one refuses it."""
+        """Have all ranks carry out a request, unless one refuses it: then it is called off."""
         if refusals := [each.detail for each in members if each.is_refused]:
             self._call_off(pending, refusals[0])
             return
@@ -181,16 +182,16 @@ class Steering(Companion):
         step, detail = max(each.step for each in members), members[0].detail
         before = f" ({detail} before)" if detail else ""
         steps = estimate_run(state, clock.now()).steps
-        event = self._tell(pending, "applied", f"agreed at step {step:,}{before}", step, steps)
+        event = self._add_event(pending, "applied", f"agreed at step {step:,}{before}", step, steps)
         if request.action.name == "finish":
             self._finished, self._event = request, event
 
     def _call_off(self, pending: _Pending, reason: str) -> None:
         self._decide(pending, Decided(pending.number, pending.request.action))
-        self._tell(pending, "called off", reason)
+        self._add_event(pending, "called off", reason)
 
     def _decide(self, pending: _Pending, decided: Decided) -> None:
-        """Tell the ranks what becomes of a request."""
+        """End a request, and write the decision into the ranks' orders."""
         self._waiting.remove(pending)
         self._decided = (*self._decided, decided)
         self._orders.write(Orders(None, self._decided).encode())
@@ -199,7 +200,7 @@ class Steering(Companion):
         asked = Asked(pending.number, agreement.target, pending.request.action)
         self._orders.write(Orders(asked, self._decided).encode())
 
-    def _tell(
+    def _add_event(
         self,
         pending: _Pending,
         status: RequestStatus,
@@ -223,7 +224,7 @@ class Steering(Companion):
         return news
 
     def describe_success(self, state: RunState) -> str:
-        """Return that the run finished early; "" if it was not asked to, or came to its end."""
+        """Return at which step the run finished early; "" for a run that did not."""
         done = self._event
         if done is None:
             return ""
@@ -237,7 +238,7 @@ class Steering(Companion):
         """Call off what is left when the run has ended."""
         for pending in list(self._waiting):
             self._waiting.remove(pending)
-            self._tell(pending, "called off", "the run ended before the next step")
+            self._add_event(pending, "called off", "the run ended before the next step")
         self._orders.close()
         return self.notes()
 

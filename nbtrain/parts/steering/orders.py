@@ -1,4 +1,4 @@
-"""What the launcher tells the ranks: the request under way, and those that are decided."""
+"""The orders of the launcher to the ranks: the present request, and the decided ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ AFTER = ("step", "epoch")
 """What a training may finish after."""
 
 Setting = float | str | tuple[float, float] | None
-"""A new value of a setting: a number, two for betas, ``*0.5`` or ``/3`` to change the present
-value, or None to take back what was set before."""
+"""A new value of a setting: a number, two for betas, or a factor as a text, ``*0.5`` or ``/3``. None
+gives the setting back to the training code."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Action:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """To turn: the new values, by name."""
     optimizer: int | str | None = None
-    """The number of an optimizer, or the name of its class; None: all."""
+    """The number of an optimizer, or the name of its class; without one, all optimizers."""
     group: int | None = None
-    """The number of a parameter group; None: all."""
+    """The number of a parameter group; without one, all groups."""
 
     @property
     def text(self) -> str:
@@ -45,7 +45,7 @@ class Action:
         }
         action = cls(**{**record, "settings": settings})
         if action.name not in ("finish", "turn") or action.after not in AFTER:
-            raise ValueError(f"{action} is none of this version of nbtrain")
+            raise ValueError(f"{action} is unknown to this version of nbtrain")
         return action
 
 
@@ -59,7 +59,7 @@ def _describe_setting(item: tuple[str, Setting]) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request under way: ranks wait for each other."""
+    """The present request: ranks wait for each other."""
 
     request: int
     target: int
@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Decided:
-    """A request that is over."""
+    """A request that was carried out, or called off."""
 
     request: int
     action: Action
@@ -84,7 +84,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Orders:
-    """All that the launcher has told the ranks of an attempt."""
+    """The orders to the ranks of an attempt."""
 
     asked: Asked | None = None
     decided: tuple[Decided, ...] = ()

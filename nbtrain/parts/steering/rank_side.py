@@ -1,4 +1,4 @@
-"""What a rank does to be steered: it looks for requests after each optimizer step."""
+"""The steering part in a rank: it waits for requests after optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .boundaries import StepBoundaries
 
 
 class SteeringRank(RankSide):
-    """Has the ranks of a run that can be steered look for requests."""
+    """Makes a rank follow requests."""
 
     def begin(self, context: RankContext) -> None:
-        """Look for requests in this task, if the launcher has made the files for them."""
+        """Follow the requests of this task, if the launcher has made the files for them."""
         try:
             reader = OrderReader(context.job.folder.path)
         except OSError:  # this run is not steered, or the file system cannot share memory

@@ -29,7 +29,7 @@ PREFIX = "request-"
 """The start of the names of the files."""
 
 _ANSWER_TIMEOUT_S = 3.0
-"""For the ranks to carry a request out, before the caller goes on."""
+"""For the ranks to carry out a request. After that, the caller continues."""
 
 _NOT_STEERABLE = (
     "this run cannot be steered: its process must see the optimizer's steps (`--telemetry steps`), "
@@ -55,7 +55,7 @@ def can_be_steered(folder: RunFolder) -> bool:
 
 
 def write(folder: RunFolder, action: Action, by: str) -> str:
-    """Ask the process that watches a run for an action; return the token of the request.
+    """Write a request into the folder of a run; return its token.
 
     Raises `NbtrainError` if the run cannot be steered, and `OSError` on a full disk.
     """

@@ -22,7 +22,7 @@ class TurnError(ValueError):
 
 
 def check(settings: Mapping[str, Setting]) -> None:
-    """Raise `TurnError` for a value that is wrong whatever the training is."""
+    """Raise `TurnError` for a value that no training can have."""
     if not settings:
         raise TurnError("nothing to turn: give a setting with its new value, such as lr=3e-4")
     for name, value in settings.items():
@@ -61,9 +61,9 @@ def _factor(name: str, text: str) -> float:
 class _Turned:
     """One setting of a parameter group that was turned.
 
-    The group has the value that the training code or a scheduler gives it, except during a step of
-    the optimizer. So a scheduler is not disturbed, whatever it computes from. A value that changes
-    was set by one: then the turn is a factor on it.
+    Only during a step of the optimizer does the group have the turned value. Between steps it has
+    the value of the training code, so a scheduler works as ever, whatever it computes from. If that
+    value changes, a scheduler sets it: then the turn is a factor on it.
     """
 
     def __init__(self, value: Value, given: Value) -> None:
@@ -147,7 +147,7 @@ class Turning(Observer):
                 yield optimizer, number
 
     def _chosen(self, which: int | str | None) -> Sequence[Any]:
-        """Return the optimizers of a number or a class name; all for None."""
+        """Return the optimizers with a number or a class name; without one, all."""
         known = [o for reference in self._optimizers if (o := reference()) is not None]
         if which is None:
             return known
