@@ -474,13 +474,15 @@ class Steered(Event):
     status: str = ""
     """``pending``, ``applied`` or ``called off``."""
     step: int | None = None
-    """The number of the step, if it was carried out."""
+    """The number of the step, in all attempts, if it was carried out."""
     steps: int | None = None
     """The number of steps that the whole training would have, if it is known."""
     by: str = ""
     """Who requested it."""
+    label: str = ""
+    """What was requested, for a mark in a chart: ``lr 0.0003``."""
     text: str = ""
-    """The same for people."""
+    """All of this for people."""
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,9 @@ def _reduce_gpu_memory(state: RunState, event: ev.GpuMemory) -> Changes:
 
 def _reduce_steered(state: RunState, event: ev.Steered) -> Changes:
     """Return the state's changes: the present status of a request, which is also the message."""
-    by, text = _shorten_name(event.by), _shorten_note(event.text)
-    event = replace(event, token=event.token[: limits.MAX_NAME_CHARS], by=by, text=text)
+    by, label, text = *map(_shorten_name, (event.by, event.label)), _shorten_note(event.text)
+    token = event.token[: limits.MAX_NAME_CHARS]
+    event = replace(event, token=token, by=by, label=label, text=text)
     others = [each for each in state.steered if each.request != event.request]
     is_second = event.status == "called off" and any(o.status != "called off" for o in others)
     new: Changes = {"steered": (*others, event)[-limits.MAX_ITEMS :]}

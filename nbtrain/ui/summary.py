@@ -144,6 +144,7 @@ def to_dict(state: RunState, now: float) -> dict[str, Any]:
             "outcome": state.outcome,
             "notes": state.notes,
             "findings": [{"code": each.code, "text": each.full_text} for each in state.findings],
+            "steered": state.steered,
             "rank_states": ranks,
         }
     )

@@ -89,7 +89,8 @@ class RunTracker:
         return {self._clean_name(name): value for name, value in {**given, **ours}.items()}
 
     def _take_notes(self, state: RunState) -> None:
-        for note in [*state.notes, state.hang]:
+        steered = (asked.text for asked in state.steered if asked.step is not None)
+        for note in [*state.notes, state.hang, *steered]:
             if note and note not in self._notes:
                 self._notes.add(note)
                 self._say(f"note {len(self._notes)}", note)

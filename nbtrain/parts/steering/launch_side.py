@@ -179,10 +179,13 @@ class Steering(Companion):
             ),
         )
         self._applied.append(request)
-        step, detail = max(each.step for each in members), members[0].detail
-        before = f" ({detail} before)" if detail else ""
+        before = max(rank.steps_before for rank in state.ranks)
+        step, detail = before + max(each.step for each in members), members[0].detail
+        changed = f" ({detail} before)" if detail else ""
         steps = estimate_run(state, clock.now()).steps
-        event = self._add_event(pending, "applied", f"agreed at step {step:,}{before}", step, steps)
+        event = self._add_event(
+            pending, "applied", f"agreed at step {step:,}{changed}", step, steps
+        )
         if request.action.name == "finish":
             self._finished, self._event = request, event
 
@@ -212,9 +215,9 @@ class Steering(Companion):
         request = pending.request
         token, action, by = request.token, request.action, request.by
         separator = " was called off: " if status == "called off" else ": "
-        text = f"{action.text}, {by}{separator}{what}"
-        names = pending.number, token, action.name, status, step, steps, by, text
-        event = ev.Steered(clock.now(), -1, *names)
+        text = f"{action.label}, {by}{separator}{what}"
+        values = token, action.name, status, step, steps, by, action.label, text
+        event = ev.Steered(clock.now(), -1, pending.number, *values)
         self._news.append(event)
         return event
 
@@ -228,7 +231,8 @@ class Steering(Companion):
         done = self._event
         if done is None:
             return ""
-        steps = max([done.step or 0, *(r.progress.steps for r in state.ranks if r.progress)])
+        made = (r.steps_before + r.progress.steps for r in state.ranks if r.progress)
+        steps = max([done.step or 0, *made])
         if done.steps is not None and steps >= done.steps:
             return ""
         of = f" of {done.steps:,}" if done.steps is not None else ""

@@ -11,7 +11,7 @@ AFTER = ("step", "epoch")
 """What a training may finish after."""
 
 Setting = float | str | tuple[float, float] | None
-"""A new value of a setting: a number, two for betas, or a factor as a text, ``*0.5`` or ``/3``. None
+"""A new value of a setting: a number, two for betas, or a factor such as ``*0.5`` or ``/3``. None
 gives the setting back to the training code."""
 
 
@@ -30,11 +30,11 @@ class Action:
     """The number of a parameter group; without one, all groups."""
 
     @property
-    def text(self) -> str:
-        """The action for people: ``finish``, ``turn lr to 0.0003``."""
+    def label(self) -> str:
+        """The action in a few words: ``finish``, ``lr 0.0003``."""
         if self.name == "finish":
             return "finish" if self.after == "step" else f"finish after this {self.after}"
-        return "turn " + ", ".join(map(_describe_setting, self.settings.items()))
+        return ", ".join(map(_describe_setting, self.settings.items()))
 
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> Action:
@@ -53,8 +53,8 @@ def _describe_setting(item: tuple[str, Setting]) -> str:
     name, value = item
     if value is None:
         return f"{name} back"
-    shown = f"({value[0]:g}, {value[1]:g})" if isinstance(value, tuple) else f"{value}"
-    return f"{name} to {f'{value:g}' if isinstance(value, float) else shown}"
+    numbers = value if isinstance(value, tuple) else (value,)
+    return " ".join([name, *(v if isinstance(v, str) else f"{v:g}" for v in numbers)])
 
 
 @dataclass(frozen=True)

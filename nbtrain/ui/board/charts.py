@@ -484,7 +484,7 @@ def _rank_labels(rows: strips.Strips, state: RunState, top: int) -> list[Label]:
 def _draw_epochs(
     state: RunState, x: axes.Scale, bottom: int, width: int
 ) -> tuple[str, list[Label]]:
-    """Draw a line where an epoch ended or will end, where an attempt began, and where the run is.
+    """Draw a line where an epoch ends, an attempt began, a request was carried out, and the run is.
 
     Returns also the labels of these lines. `bottom` is in pixels.
     """
@@ -507,6 +507,12 @@ def _draw_epochs(
             drawn += draw([step], 1)
             side = "start" if x.place(step) < 0.7 else "end"
             labels.append(Label(x.place(step), CANVAS.top_px + 6, f"attempt {number}", side))
+    for asked in state.steered:
+        if asked.step is not None and x.low < asked.step < x.high:
+            drawn += draw([asked.step], 0.7, ' stroke-dasharray="6 3"')
+            side = "start" if x.place(asked.step) < 0.7 else "end"
+            label = shorten(asked.label, 24)
+            labels.append(Label(x.place(asked.step), CANVAS.top_px + 6, label, side))
     now = _present_step(state)
     if now and not state.is_over and x.place(now) < 0.99:
         drawn += draw([now], 0.8, top=0)

@@ -278,7 +278,7 @@ def rates_of(run: nbtrain.Run) -> list[float]:
     rates = [1.0] * 400
     for asked in run.state.steered:
         if asked.step is not None:
-            new = float(asked.text.split()[3].strip(","))
+            new = float(asked.label.removeprefix("lr "))
             rates[asked.step :] = [new] * (400 - asked.step)
     return rates
 
