@@ -121,10 +121,17 @@ class Turning(Observer):
                 _check_knob(name, knob, value)
                 found.append(f"{name} {_show(knob.present)}")
             else:
-                groups = (_groups_of(optimizer)[n] for optimizer, n in self._groups(action, name))
-                values = dict.fromkeys(_show(_plain(group[name])) for group in groups)
+                groups = self._groups(action, name)
+                values = dict.fromkeys(_show(self._present(*group, name)) for group in groups)
                 found.append(f"{name} {', '.join(values)}")
         return "; ".join(found)
+
+    def _present(self, optimizer: Any, number: int, name: str) -> Value:
+        """Return the value that a group has in steps."""
+        self._end_step(optimizer)  # the present one
+        given = _plain(_groups_of(optimizer)[number][name])
+        turned = self._turned.get(optimizer, {}).get((number, name))
+        return given if turned is None else turned.present(given)
 
     def _groups(self, action: Action, name: str) -> Iterator[tuple[Any, int]]:
         """Yield the optimizers with the numbers of the groups that an action is for.
@@ -167,11 +174,11 @@ class Turning(Observer):
                 knob.turned = None if isinstance(new, tuple) else new
                 continue
             for optimizer, number in self._groups(action, name):
+                present = self._present(optimizer, number, name)
                 turned = self._turned.setdefault(optimizer, {})
-                given = _plain(_groups_of(optimizer)[number][name])
-                before = turned.pop((number, name), None)
+                turned.pop((number, name), None)
                 if value is not None:
-                    present = given if before is None else before.present(given)
+                    given = _plain(_groups_of(optimizer)[number][name])
                     turned[number, name] = _Turned(_new_value(value, present), given)
 
     def _add_hooks(self, module: Any) -> None:

@@ -141,20 +141,39 @@ def test_a_turned_setting_trains_bit_for_bit_as_one_that_the_code_changes(name: 
     assert expected[-1] != train(make, SCHEDULES["none"], {}, {})[-1]
 
 
-def test_a_turn_is_taken_back() -> None:
-    turns = {20: {"lr": 0.5}, 60: {"lr": None}}
-    run = launch(train, sgd, SCHEDULES["recursive"], turns, {}, n=2)
-    first, second = steps_of(run)
+def rates_under(turns: dict[int, dict[str, Any]], decay: float) -> list[float]:
+    """Return the rate of each step, under a schedule that multiplies it by `decay`."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = lr_scheduler.ExponentialLR(optimizer, decay)
+    rates = []
+    for step in range(1, STEPS + 1):
+        weight.grad = torch.ones_like(weight)
+        before = weight.item()
+        optimizer.step()
+        schedule.step()
+        rates.append(before - weight.item())
+        time.sleep(0.004)
+        if step in turns:
+            ask(turns[step])
+    return rates
 
-    def to_half(group: dict[str, Any]) -> None:
-        group["lr"] = group["lr"] * (0.5 / (0.02 * 0.99**first)) if start[0] else group["lr"]
 
-    start = [False]
-    expected = train(sgd, SCHEDULES["recursive"], {}, {})
-    assert run.value[:first] == expected[:first]
-    assert run.value[first] != expected[first]
-    assert second > first
-    assert "lr 0.0" in run.state.steered[0].text  # what it was before
+@pytest.mark.parametrize("decay", [1.0, 0.99])
+def test_turns_add_up_and_are_taken_back(decay: float) -> None:
+    turns = {15: {"lr": 4.0}, 45: {"lr": "/2"}, 75: {"lr": None}}
+    run = launch(rates_under, turns, decay, n=2)
+    first, second, third = steps_of(run)
+    factor = 4.0 / decay ** (first - 1)  # of the rate that the schedule had at that step
+    factors = [1.0] * first + [factor] * (second - first) + [factor / 2] * (third - second)
+    factors += [1.0] * (STEPS - third)
+    expected = [each * decay**n for n, each in enumerate(factors)]
+    assert run.results == [pytest.approx(expected)] * 2
+    assert [s.text.rpartition("(")[2] for s in run.state.steered] == [
+        f"lr {decay ** (first - 1):g} before)",
+        f"lr {factor * decay ** (second - 1):g} before)",
+        f"lr {factor / 2 * decay ** (third - 1):g} before)",
+    ]
 
 
 def with_knob(turns: dict[int, dict[str, Any]]) -> list[float]:
