@@ -146,6 +146,7 @@ TESTED_TOGETHER = {
     "parts/memory/*": "parts/memory/test_memory.py",  # estimates against real allocations
     "parts/ray/*": "parts/ray/cluster/test_engine.py",  # a real Ray
     "parts/scaling/*": "parts/scaling/test_scaling.py",
+    "parts/steering/*": "parts/steering/test_finish.py",  # whole trainings
     "parts/tpu/rank_side": "parts/tpu/test_xla_telemetry.py",
     "parts/tpu/other_ranks": "parts/tpu/test_without_a_tpu.py",
     "parts/tpu/compilation": "parts/tpu/test_xla_telemetry.py",

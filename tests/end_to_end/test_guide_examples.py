@@ -17,7 +17,8 @@ RUNS = re.compile(r'run\.compare\("#\d+"\)')
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "page", ["background", "checkpoints", "failures", "hangs", "live-ranks", "results"]
+    "page",
+    ["background", "checkpoints", "failures", "hangs", "live-ranks", "results", "steering"],
 )
 def test_a_guide_prints_what_it_shows(notebook: Notebook, page: str) -> None:
     printed = ""

@@ -228,7 +228,7 @@ def test_what_programs_are_shown_of_the_site_exists() -> None:
     assert [link for link in links if not list(NOTEBOOKS.glob(link.replace("html", "*")))] == []
 
 
-@pytest.mark.part("live", "ray", "tpu")
+@pytest.mark.part("live", "ray", "steering", "tpu")
 def test_the_messages_that_one_looks_up_are_those_of_nbtrain() -> None:
     page = (NOTEBOOKS / "troubleshooting.md").read_text()
     own = page.partition("## nbtrain's own")[2].partition("## Other launchers'")[0]
