@@ -51,23 +51,25 @@ class Agreement:
         self.members = self.members.difference(ended)
         if not self.members:
             return self._call_off([])
-        if not steps:  # no rank waits, so the request may wait, too
-            return False
+        waiting = {r: steps[r] for r in self.members if steps.get(r, -1) >= self.target}
         if self._deadline is None:
-            extra = limits.FIRST_STEP_TIMEOUT_S if min(steps.values()) == 1 else 0.0
+            if not waiting:  # the request may wait, too
+                return False
+            extra = limits.FIRST_STEP_TIMEOUT_S if min(waiting.values()) == 1 else 0.0
             self._deadline = now + limits.AGREEMENT_TIMEOUT_S
             self._first_step_deadline = self._deadline + extra
-        waiting = {r: steps[r] for r in self.members if steps.get(r, -1) >= self.target}
         if waiting.keys() >= self.members:
             if len({*waiting.values()}) > 1:
                 return self._go_on_to(max(waiting.values()))
             self.status = "agreed"
             return True
+        if not waiting and now >= self._deadline:  # all are under way, and no rank is held up
+            self._deadline, self._round_ends, self._rounds = None, None, 0
+            return False
         missing = self.members - waiting.keys()
         all_started = missing <= {*started, *steps}
         if now >= (self._deadline if all_started else self._first_step_deadline):
-            last = min(steps.get(rank, 0) for rank in missing)  # the others may be on their way
-            return self._call_off([rank for rank in missing if steps.get(rank, 0) == last])
+            return self._call_off(missing)
         if not (waiting and all_started):
             return False
         if self._round_ends is None:

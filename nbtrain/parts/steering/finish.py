@@ -10,7 +10,7 @@ from ...part_api import Finding, Observer, RankContext, hooks, patch
 from ...part_api import events as ev
 from ...worker.hooks.batches import LoaderPass
 from .bars import BarLoops
-from .orders import Decided
+from .orders import STILL_TRAINS, Decided
 from .trainers import Trainers
 
 _GOES_ON = Finding(
@@ -21,7 +21,7 @@ _GOES_ON = Finding(
     "`if nbtrain.should_stop(): break`.",
 )
 _STILL_TRAINS = Finding(
-    "finish-still-trains",
+    STILL_TRAINS,
     "The run was asked to finish, but its training goes on: its loop reads no loader and no bar "
     "that nbtrain could end.",
     "Put `if nbtrain.should_stop(): break` into the loop; the Stop button ends this run.",
@@ -119,7 +119,9 @@ class Finishing(Observer):
 
     def on_step(self, optimizer: Any) -> None:
         """Write a note if the training goes on, because nothing ends its loop."""
-        if self._context.figures.steps > self._last_step:
+        stopper = self._context.stopper
+        asks = stopper is not None and stopper.is_asked  # for `nbtrain.should_stop`
+        if self._context.figures.steps > self._last_step and not asks:
             self._write_note(_STILL_TRAINS)
 
     def _write_note(self, finding: Finding) -> None:

@@ -29,7 +29,7 @@ from ...ui.displays.widget_controls import RunButton
 from . import requests
 from .agreement import Agreement
 from .limits import AGREEMENT_TIMEOUT_S
-from .orders import Action, Asked, Decided, Orders
+from .orders import STILL_TRAINS, Action, Asked, Decided, Orders
 
 
 class SteeringLaunch(LaunchSide):
@@ -229,7 +229,7 @@ class Steering(Companion):
     def describe_success(self, state: RunState) -> str:
         """Return at which step the run finished early; "" for a run that did not."""
         done = self._event
-        if done is None:
+        if done is None or any(each.code == STILL_TRAINS for each in state.findings):
             return ""
         made = (r.steps_before + r.progress.steps for r in state.ranks if r.progress)
         steps = max([done.step or 0, *made])

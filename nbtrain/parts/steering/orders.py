@@ -10,6 +10,9 @@ from typing import Any, Literal
 AFTER = ("step", "epoch")
 """What a training may finish after."""
 
+STILL_TRAINS = "finish-still-trains"
+"""The code of the finding that nothing ended the training."""
+
 Setting = float | str | tuple[float, float] | None
 """A new value of a setting: a number, two for betas, or a factor such as ``*0.5`` or ``/3``. None
 gives the setting back to the training code."""
