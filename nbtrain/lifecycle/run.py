@@ -403,7 +403,7 @@ class Run:
         All ranks end it after the same step. The run is a success: it evaluates and saves what it
         would at its end, returns its value, and the notebook gets the trained weights. Trainers of
         transformers, Lightning and fastai end in their own way, and so do loops over tqdm bars and
-        `nbtrain.progress`, and loops that ask `nbtrain.should_stop`. Of any other loop, the loaders
+        `nbtrain.progress`, and loops that call `nbtrain.should_stop`. Of other loops, the loaders
         of the training end: the epochs that are left train nothing.
 
         It also finishes a run of another kernel. It returns once the ranks have agreed on the step,
@@ -413,8 +413,8 @@ class Run:
             after: "step" or "epoch": the present one is completed.
 
         Raises:
-            NbtrainError: the run has ended, was asked already, or cannot be steered; or a rank made
-                no step for 2 s while others waited for it.
+            NbtrainError: the run has ended, is finishing already, or cannot be steered; or a rank
+                made no step for 2 s while others waited for it.
             PlanError: `after` is neither, or steering is switched off on this host.
         """
         part.load_provided("steering", "finish", "run.finish()")(self, after)
@@ -436,8 +436,8 @@ class Run:
 
         Args:
             optimizer: the number of an optimizer, in the order of their first steps, or the name of
-                its class; None: all.
-            group: the number of a parameter group; None: all.
+                its class; by default all.
+            group: the number of a parameter group; by default all.
             settings: ``lr``, ``weight_decay``, ``momentum``, ``betas`` (two numbers), or the name
                 of a `nbtrain.knob`; with a number, a factor such as ``"*0.5"`` or ``"/3"``, or
                 None.
@@ -533,7 +533,7 @@ def wait_for_state(
     """Wait until the state of a run fulfils a condition, or the run has ended; return the state.
 
     Returns after the timeout, too, and at once in the thread that watches the run, as in a button's
-    callback: there the state cannot change meanwhile.
+    callback: there the state does not change.
     """
     run._follow()
     deadline = time.monotonic() + timeout_s

@@ -89,7 +89,7 @@ class RankContext:
     diverged: set[str] = field(default_factory=set)
     """Names of logged losses that were not finite."""
     knobs: dict[str, Knob] = field(default_factory=dict)
-    """What the task's code has asked `nbtrain.knob` for, by name."""
+    """The numbers that the task's code gets from `nbtrain.knob`, by name."""
     is_finishing: bool = False
     """Whether the training should end, and the code after it run: see `nbtrain.should_stop`."""
 

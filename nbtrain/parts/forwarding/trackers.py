@@ -89,6 +89,7 @@ class RunTracker:
         return {self._clean_name(name): value for name, value in {**given, **ours}.items()}
 
     def _take_notes(self, state: RunState) -> None:
+        """Send new notes, hangs, and requests of the user that were carried out."""
         steered = (asked.text for asked in state.steered if asked.step is not None)
         for note in [*state.notes, state.hang, *steered]:
             if note and note not in self._notes:

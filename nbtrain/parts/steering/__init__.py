@@ -35,7 +35,7 @@ PART = Part(
         ),
     },
     launch_side="steering.launch_side:SteeringLaunch",
-    rank_side="steering.rank_side:SteeringRank",
+    rank_side="steering.boundaries:SteeringRank",
     provides={"finish": "steering.requests:finish", "turn": "steering.requests:turn"},
     switch="steering",
 )

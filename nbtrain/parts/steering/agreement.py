@@ -43,7 +43,7 @@ class Agreement:
     ) -> bool:
         """Update the agreement; return whether the orders to the ranks change.
 
-        `steps` maps ranks to the step after which they waited last for this request. `started` are
+        `steps` maps ranks to their last reported steps. `started` are
         the ranks that have made a step, and `ended` the ranks whose task has ended.
         """
         if self.status != "open":

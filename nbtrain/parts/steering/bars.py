@@ -1,4 +1,4 @@
-"""Ends the loops over bars of tqdm in which a training is, as those of `nbtrain.progress`."""
+"""Ends the loops of a training over bars of tqdm, as those of `nbtrain.progress`."""
 
 from __future__ import annotations
 

@@ -6,15 +6,13 @@ import contextlib
 import sys
 import time
 
-from ...part_api import Observer, OrderReader, RankContext, clock
+from ...part_api import Observer, OrderReader, RankContext, RankSide, clock, hooks, undo_later
 from ...part_api import events as ev
+from . import limits
 from .actions import Actions
 from .orders import Asked, Decided, Orders
 
 _NEVER = sys.maxsize
-
-_POLL_INTERVAL_S = 0.001
-"""Between two readings of the bell by a rank that waits."""
 
 
 class StepBoundaries(Observer):
@@ -30,7 +28,7 @@ class StepBoundaries(Observer):
         self._context, self._reader, self._actions = context, reader, actions
         self._bell, self._heard = reader.bell, 0
         self._calls = 0
-        self._due = _NEVER  # wait after so many calls
+        self._due = _NEVER  # wait when `_calls` is so large
         self._last_decided = 0
         self._reported: tuple[int, int] | None = None  # the request, and the calls
 
@@ -50,7 +48,7 @@ class StepBoundaries(Observer):
             if not self._waits_for(orders.asked):
                 return
             while self._bell[0] == self._heard:
-                time.sleep(_POLL_INTERVAL_S)
+                time.sleep(limits.WAIT_POLL_S)
 
     def _read(self) -> Orders:
         """Return the orders. Waits for them if the run's folder is just being made again."""
@@ -60,7 +58,7 @@ class StepBoundaries(Observer):
                 return Orders.decode(self._reader.read())
             if self._reported is None:
                 return Orders()
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(limits.WAIT_POLL_S)
 
     def _settle(self, decided: Decided) -> None:
         """Carry out, once, a request that was decided while this rank waited for it."""
@@ -92,3 +90,16 @@ class StepBoundaries(Observer):
             now, rank = clock.now(), context.rank
             context.writer.write(ev.StepBoundary(now, rank, *here, steps, **prepared))
         return True
+
+
+class SteeringRank(RankSide):
+    """Makes a rank follow requests."""
+
+    def begin(self, context: RankContext) -> None:
+        """Follow the requests of this task, if the launcher has made the files for them."""
+        try:
+            reader = OrderReader(context.job.folder.path)
+        except OSError:  # this run is not steered, or the file system cannot share memory
+            return
+        undo_later(reader.close)
+        hooks.add(StepBoundaries(context, reader, Actions(context)))

@@ -93,6 +93,7 @@ def _read_setting(name: str, text: str) -> Setting:
 def _parse(
     typed: Typed, add_arguments: Callable[[argparse.ArgumentParser], None]
 ) -> argparse.Namespace:
+    """Return the options of a command as it was typed in a cell. Raises `PlanError`."""
     parser = _Parser(add_help=False)
     add_arguments(parser)
     return parser.parse_args(typed.text.split())

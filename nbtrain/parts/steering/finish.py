@@ -55,7 +55,7 @@ class Finishing(Observer):
         self._thread = threading.get_ident()
         self._may_read.clear()
         patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", self._next)
-        passes = self._context.figures.passes.of_training
+        passes = self._context.figures.passes.training_passes
         own = [each for each in passes if each.reader == self._thread]
         others = [each for each in passes if each.reader != self._thread]
         self._ahead = sum(each.ahead != 0 for each in own)
@@ -69,7 +69,7 @@ class Finishing(Observer):
     def apply(self, decided: Decided) -> None:
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
-        passes = self._context.figures.passes.of_training
+        passes = self._context.figures.passes.training_passes
         self._left, self._most = decided.ahead - self._ahead, decided.read
         self._open = [each for each in passes if not each.is_aside]
         is_epoch = self._after == "epoch"
@@ -118,7 +118,7 @@ class Finishing(Observer):
         return batch
 
     def on_step(self, optimizer: Any) -> None:
-        """Write a note if the training goes on, because nothing ends its loop."""
+        """Write a note if the training continues, because nothing ends its loop."""
         stopper = self._context.stopper
         asks = stopper is not None and stopper.is_asked  # for `nbtrain.should_stop`
         if self._context.figures.steps > self._last_step and not asks:

@@ -46,7 +46,7 @@ class SteeringLaunch(LaunchSide):
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        """Return the object that steers the run; None if the run cannot be steered.
+        """Return the object that steers the run, if the run can be steered.
 
         A run can be steered if nbtrain sees the steps of all its ranks, and all ranks that train
         together are of this run.
@@ -78,7 +78,7 @@ class _Pending:
     number: int
     request: requests.Request
     agreement: Agreement | None = None
-    """None before the ranks have the request."""
+    """Missing before the ranks have the request."""
 
 
 RequestStatus = Literal["pending", "applied", "called off"]
@@ -227,7 +227,7 @@ class Steering(Companion):
         return news
 
     def describe_success(self, state: RunState) -> str:
-        """Return at which step the run finished early; "" for a run that did not."""
+        """Return the last step of a run that finished early; "" for any other run."""
         done = self._event
         if done is None or any(each.code == STILL_TRAINS for each in state.findings):
             return ""

@@ -10,3 +10,9 @@ FIRST_STEP_TIMEOUT_S = 30.0
 FIRST_ROUND_S = 0.05
 """For all ranks to come to one step, before those that wait continue to a later one. Each round
 takes twice as long."""
+
+ANSWER_TIMEOUT_S = 3.0
+"""For the ranks to carry out a request. After that, the caller continues."""
+
+WAIT_POLL_S = 0.001
+"""Between two readings of the bell by a rank that waits."""

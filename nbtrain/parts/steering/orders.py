@@ -53,6 +53,7 @@ class Action:
 
 
 def _describe_setting(item: tuple[str, Setting]) -> str:
+    """Return a setting with its new value: ``lr 0.0003``, ``betas 0.9 0.95``, ``lr back``."""
     name, value = item
     if value is None:
         return f"{name} back"

@@ -22,14 +22,12 @@ from ...part_api import (
     write_atomically,
 )
 from ...part_api import events as ev
+from .limits import ANSWER_TIMEOUT_S
 from .orders import AFTER, Action, Setting
 from .turn import TurnError, check
 
 PREFIX = "request-"
 """The start of the names of the files."""
-
-_ANSWER_TIMEOUT_S = 3.0
-"""For the ranks to carry out a request. After that, the caller continues."""
 
 _NOT_STEERABLE = (
     "this run cannot be steered: its process must see the optimizer's steps (`--telemetry steps`), "
@@ -88,10 +86,7 @@ def take(folder: Path) -> Iterator[Request]:
 
 
 def finish(run: Run, after: str = "step", by: str = "by run.finish()") -> ev.Steered | None:
-    """Do what `Run.finish` does, and return the status of the request.
-
-    It is None if the run has not reacted yet.
-    """
+    """Do what `Run.finish` does, and return the status of the request, if it is known in time."""
     if after not in AFTER:
         raise PlanError(f'a training finishes after a "step" or an "epoch", not after {after!r}')
     _check_running(run)
@@ -132,7 +127,7 @@ def _ask(run: Run, action: Action, by: str) -> ev.Steered | None:
         return [s for s in state.steered if s.token == token]
 
     state = wait_for_state(
-        run, lambda state: any(s.status != "pending" for s in answers(state)), _ANSWER_TIMEOUT_S
+        run, lambda state: any(s.status != "pending" for s in answers(state)), ANSWER_TIMEOUT_S
     )
     answer = next(iter(answers(state)), None)
     if answer is not None and answer.status == "called off":

@@ -14,7 +14,7 @@ from ...part_api import Observer, patch, replace, when_imported
 class Trainers(Observer):
     """Watches trainers from their start, and has them end once a training should finish.
 
-    `finishing` returns ``step`` or ``epoch`` if the training is to end after that, otherwise "".
+    `finishing` returns ``step`` or ``epoch`` if the training should end after that, otherwise "".
     """
 
     purpose = "steering"
@@ -41,7 +41,7 @@ class Trainers(Observer):
         replace(module, "DEFAULT_CALLBACKS", [*module.DEFAULT_CALLBACKS, FinishTraining])
 
     def _do_epoch(self, original: Any, learner: Any) -> Any:
-        """Run an epoch of fastai; once the training is over, end the fit instead."""
+        """Run an epoch of fastai; after the training has ended, end the fit instead."""
         if self._finishing():
             raise sys.modules["fastai.callback.core"].CancelFitException
         return original(learner)

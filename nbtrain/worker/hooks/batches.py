@@ -120,13 +120,13 @@ class LatestPasses:
         self._passes[id(source)] = reference, new
 
     def find(self, iterator: Any) -> LoaderPass | None:
-        """Return the latest pass over the loader of an iterator; None before the first."""
+        """Return the latest pass over the loader of an iterator, if there was one."""
         source = _loader_identity(iterator)
         reference, known = self._passes.get(id(source), (None, None))
         return known if reference is None or reference() is source else None
 
     @property
-    def of_training(self) -> list[LoaderPass]:
+    def training_passes(self) -> list[LoaderPass]:
         """The latest passes of the loaders whose batches steps were taken with."""
         return [
             known
