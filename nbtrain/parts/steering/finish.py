@@ -40,7 +40,7 @@ class Finishing(Observer):
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._bars = BarLoops()
+        self._bars = BarLoops(self._note_end)
         self._trainers = Trainers(lambda: self._after if self._is_due else "")
         hooks.add(self._bars)
         hooks.add(self._trainers)
@@ -76,9 +76,11 @@ class Finishing(Observer):
         self._after, self._is_due = decided.action.after, True
         passes = self._context.figures.passes.of_training
         loaders = (each.loader for each in passes)
-        self._ends = dict(zip(loaders, decided.batches, strict=False))
         is_epoch = self._after == "epoch"
-        has_loader = any(not each.is_aside for each in passes)
+        own = [(each.ordinal, each.batch) for each in passes] if is_epoch else ()
+        # Where only the first rank reads, all ranks are in its epoch.
+        self._ends = dict(zip(loaders, decided.batches or own, strict=False))
+        has_loader = self._bars.has_loader or any(not each.is_aside for each in passes)
         self._context.is_finishing = not (is_epoch and has_loader)
         if decided.ends_bars and is_epoch:
             self._bars.end_outer(has_loader=has_loader)
@@ -106,15 +108,19 @@ class Finishing(Observer):
         if self._after == "epoch":
             end = end[0], math.inf
         if place >= end:
-            self._context.is_finishing = True
-            if place[0] > end[0]:
-                self._write_note(_GOES_ON)
+            self._note_end(place[0] > end[0])
             raise StopIteration
         try:
             return original(it)
         except StopIteration:
             self._context.is_finishing = self._context.is_finishing or latest.ordinal >= end[0]
             raise
+
+    def _note_end(self, goes_on: bool) -> None:
+        """Take note that a loader of the training is over, and of code that goes on to read it."""
+        self._context.is_finishing = True
+        if goes_on:
+            self._write_note(_GOES_ON)
 
     def on_step(self, optimizer: Any) -> None:
         """Write a note if the training goes on, because nothing ends its loop."""

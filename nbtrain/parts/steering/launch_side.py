@@ -157,8 +157,7 @@ class Steering(Companion):
         ends_bars = len({each.bars for each in members}) == 1
         decided = Decided(pending.number, True, pending.request.action, batches, ends_bars)
         step = max(each.step for each in members)
-        planned = estimate_run(state, clock.now()).steps
-        self._decide(pending, decided, "", step, planned)
+        self._decide(pending, decided, "", step, _planned_steps(state))
 
     def _decide(
         self,
@@ -244,6 +243,13 @@ def _boundaries(state: RunState, number: int) -> dict[int, ev.StepBoundary]:
     """Return where each rank waited last for a request."""
     found = ((rank.rank, rank.boundary) for rank in state.ranks)
     return {rank: at for rank, at in found if at is not None and at.request == number}
+
+
+def _planned_steps(state: RunState) -> int | None:
+    """Return how many steps the whole training would have; None if an epoch has no known length."""
+    loops = [rank.progress.loops for rank in state.ranks if rank.progress]
+    is_stream = any(each and each[-1][0] == "epoch" for each in loops)
+    return None if is_stream else estimate_run(state, clock.now()).steps
 
 
 def _has_stepped(rank: RankState) -> bool:

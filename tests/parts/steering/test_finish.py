@@ -207,7 +207,7 @@ LOOPS: dict[str, tuple[Callable[[Count], Any], int]] = {
     "a bar on the first rank": (bar_on_the_first_rank, 0),
     "a bar of steps": (progress_of_steps, 0),
     "it asks": (asks, 0),
-    "accelerate": (accelerated, 1),
+    "accelerate": (accelerated, 0),
     "a stream": (stream, 0),
     "a thread reads ahead": (read_ahead, 11),
 }
