@@ -446,8 +446,6 @@ class StepBoundary(Event, kind="boundary"):
     """Optimizer steps of its task, of any optimizer: the ranks agree on this number."""
     step: int = 0
     """The number of the step, as `TrainingCounts.steps`."""
-    ahead: int = 0
-    """The batches that its thread has read for later steps, as Accelerate's loader does."""
     read: int = 0
     """All batches that other threads have read for the training, with those that they may just be
     reading."""

@@ -117,7 +117,8 @@ def progress_after(old: TrainingProgress | None, event: ev.TrainingUpdate) -> Tr
         counts["loss"] = old.loss
     if type(event.loops) is tuple and any(total < 1 for _, _, total, _ in event.loops):
         counts["loops"] = ()
-    sizes = old.batches or 0, event.batches or 0
+    # What was read before the first step is not trained with: Lightning tries the validation first.
+    sizes = (old.steps and old.batches) or 0, event.batches or 0
     uneven = old.is_uneven or (min(sizes) > 0 and max(sizes) - min(sizes) > 0.1 * max(sizes))
     return TrainingProgress(**counts, time=event.time, is_uneven=uneven, **_rates(old, event))
 

@@ -14,7 +14,6 @@ from .turn import TurnError, Turning
 class Prepared:
     """What a rank reports when it waits: fields of `events.StepBoundary`."""
 
-    ahead: int = 0
     read: int = 0
     bars: int = 0
     detail: str = ""

@@ -1,50 +1,92 @@
-"""Ends the loops of a training over bars of tqdm, as those of `nbtrain.progress`."""
+"""Ends the loops of a training over bars of tqdm, as those of `nbtrain.progress`, and over loaders.
+
+The loaders are those of Accelerate, which read a batch ahead. If their data ended, they would treat
+the batch that they have as the last, and make a step before all gradients are accumulated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...part_api import Observer, patch
+from ...worker.observers.totals.loops import ends_with_loader
 
 
 class _Loop:
-    """A loop over a bar."""
+    """A loop over a bar, or over a loader of Accelerate."""
 
     is_inside = False
     """Whether the loop's body runs; otherwise the bar fetches the next item."""
-    reads_loader = False
-    """Whether the bar fetches batches of a loader."""
     is_ended = False
+
+    def __init__(self, loader: Any = None) -> None:
+        self.loader = loader
+        self.reads_loader = loader is not None
+        """Whether its items are batches of a loader."""
 
 
 class BarLoops(Observer):
-    """The loops over bars that this process is in, from the outermost in."""
+    """The open loops over bars and over loaders of Accelerate, from the outermost in.
+
+    `on_loader_end` is called where a loader of Accelerate ends early. Its argument is whether the
+    code begins another pass.
+    """
 
     purpose = "steering"
 
-    def __init__(self) -> None:
+    def __init__(self, on_loader_end: Callable[[bool], None]) -> None:
+        self._on_loader_end = on_loader_end
         self._open: list[_Loop] = []
+        self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
         for cls in ("tqdm.std:tqdm", "tqdm.notebook:tqdm_notebook", "tqdm.rich:tqdm_rich"):
-            patch(cls, "__iter__", self._iterate)
+            patch(cls, "__iter__", self._iterate_bar)
+        for cls in ("DataLoaderShard", "DataLoaderDispatcher"):
+            patch(f"accelerate.data_loader:{cls}", "__iter__", self._iterate_loader)
 
-    def __len__(self) -> int:
-        return len(self._open)
+    @property
+    def bars(self) -> int:
+        """The number of open loops over bars."""
+        return sum(loop.loader is None for loop in self._open)
 
-    def _iterate(self, original: Any, bar: Any) -> Iterator[Any]:
-        """Iterate over a bar, until its loop is ended."""
-        loop, items = _Loop(), original(bar)
+    @property
+    def has_loader(self) -> bool:
+        """Whether a loop over a loader of Accelerate is open."""
+        return any(loop.loader is not None for loop in self._open)
+
+    def _iterate_bar(self, original: Any, bar: Any) -> Iterator[Any]:
+        return self._iterate(original(bar), _Loop())
+
+    def _iterate_loader(self, original: Any, loader: Any) -> Iterator[Any]:
+        """Iterate over a loader of Accelerate, or not at all after its training has ended.
+
+        Accelerate itself fails at a loader that gives the first rank no batch to share.
+        """
+        if loader in self._ended and ends_with_loader(sys._getframe(1)):
+            self._on_loader_end(True)
+        # An evaluation has its own loop, which may be open while a step is made.
+        elif not sys.modules["torch"].is_grad_enabled():
+            yield from original(loader)
+        else:
+            yield from self._iterate(original(loader), _Loop(loader))
+
+    def _iterate(self, items: Any, loop: _Loop) -> Iterator[Any]:
+        """Iterate over the items, until the loop is ended."""
         self._open.append(loop)
         try:
             for item in items:
                 loop.is_inside = True
                 yield item
-                if loop.is_ended:
+                if loop.is_ended and ends_with_loader(sys._getframe(1)):
                     break
-                loop.is_inside = False
+                loop.is_inside = loop.is_ended = False
         finally:
             items.close()  # which closes the bar
             self._open.remove(loop)
+        if loop.loader in self._ended:
+            self._on_loader_end(False)
 
     def on_fetch_or_backward(self, fetch: bool) -> None:
         """Take note of the bars that fetch a batch: their loops are those of an epoch."""
@@ -52,18 +94,22 @@ class BarLoops(Observer):
             if fetch and not loop.is_inside:
                 loop.reads_loader = True
 
-    def end(self) -> None:
-        """End all loops at their next item."""
+    def end(self, *, bars: bool) -> None:
+        """End all loops over loaders at their next batch; with `bars`, also those over bars."""
+        self.end_later_passes()
         for loop in self._open:
-            loop.is_ended = True
+            loop.is_ended = bars or loop.loader is not None
 
     def end_outer(self, *, has_loader: bool) -> None:
-        """End all loops at their next item, but not that of the present epoch.
+        """End all loops over bars at their next item, but not that of the present epoch.
 
         That is the loop that reads a loader; without a loader, the innermost of several.
         """
-        self.end()
         for loop in self._open:
             loop.is_ended = not loop.reads_loader
-        if not has_loader and len(self._open) > 1:
+        if not has_loader and self.bars > 1:
             self._open[-1].is_ended = False
+
+    def end_later_passes(self) -> None:
+        """Have the loaders of open loops give nothing after the present pass."""
+        self._ended.update(loop.loader for loop in self._open if loop.loader is not None)

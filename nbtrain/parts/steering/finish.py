@@ -9,11 +9,12 @@ from typing import Any
 from ...part_api import Finding, Observer, RankContext, hooks, patch
 from ...part_api import events as ev
 from ...worker.hooks.batches import LoaderPass
+from ...worker.observers.totals.loops import ends_with_loader
 from .bars import BarLoops
 from .orders import STILL_TRAINS, Decided
 from .trainers import Trainers
 
-_GOES_ON = Finding(
+_EMPTY_EPOCHS = Finding(
     "finish-empty-epochs",
     "The training is finished, but its code goes on to the next epoch: the epochs that are left "
     "train nothing. If they evaluate, that takes its time.",
@@ -22,8 +23,8 @@ _GOES_ON = Finding(
 )
 _STILL_TRAINS = Finding(
     STILL_TRAINS,
-    "The run was asked to finish, but its training goes on: its loop reads no loader and no bar "
-    "that nbtrain could end.",
+    "The run was asked to finish, but its training goes on: nbtrain cannot end a loop that has no "
+    "loader and no bar, that calls `next`, or that is within a `while` loop.",
     "Put `if nbtrain.should_stop(): break` into the loop; the Stop button ends this run.",
 )
 
@@ -35,32 +36,30 @@ class Finishing(Observer):
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._bars = BarLoops()
+        self._bars = BarLoops(self._note_end)
         self._trainers = Trainers(lambda: self._after if self._is_due else "")
         hooks.add(self._bars)
         hooks.add(self._trainers)
         self._after, self._is_due = "step", False
         self._may_read = threading.Event()  # for threads that read ahead
         self._may_read.set()
-        self._ahead = 0
-        self._left = 0  # batches that the loaders of the training may give
-        self._most = 0  # batches that other threads may have read in all
+        self._has_reader = False  # another thread, so some steps are still to come
+        self._most_read = 0  # batches that other threads may have read in all
         self._open: list[LoaderPass] = []  # at the agreed step
         self._thread = 0
         self._has_noted = False
-        self._last_step = sys.maxsize  # of a training that nothing ends
+        self._last_step = 0  # after which the training should make none, but of another round
 
-    def prepare(self) -> tuple[int, int, int]:
-        """Stop what other threads read; return `StepBoundary.ahead`, `read` and `bars`."""
+    def prepare(self) -> tuple[int, int]:
+        """Stop what other threads read; return `StepBoundary.read` and `bars`."""
         self._thread = threading.get_ident()
         self._may_read.clear()
         patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", self._next)
         passes = self._context.figures.passes.training_passes
-        own = [each for each in passes if each.reader == self._thread]
         others = [each for each in passes if each.reader != self._thread]
-        self._ahead = sum(each.ahead != 0 for each in own)
+        self._has_reader = bool(others)
         read = sum(each.before + each.batch + (not each.is_aside) for each in others)
-        return self._ahead, read, len(self._bars)
+        return read, self._bars.bars
 
     def release(self) -> None:
         """Let other threads read on."""
@@ -69,22 +68,21 @@ class Finishing(Observer):
     def apply(self, decided: Decided) -> None:
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
+        self._most_read = decided.read
         passes = self._context.figures.passes.training_passes
-        self._left, self._most = decided.ahead - self._ahead, decided.read
         self._open = [each for each in passes if not each.is_aside]
-        is_epoch = self._after == "epoch"
-        has_loader = bool(self._open)
-        self._context.is_finishing = not (is_epoch and has_loader)
-        if decided.ends_bars and is_epoch:
-            self._bars.end_outer(has_loader=has_loader)
-        elif decided.ends_bars:
-            self._bars.end()
+        has_loader = bool(self._open) or self._bars.has_loader
+        self._context.is_finishing = not (self._after == "epoch" and has_loader)
+        if self._after == "step":
+            self._bars.end(bars=decided.ends_bars)
+        else:
+            self._bars.end_later_passes()
+            if decided.ends_bars:
+                self._bars.end_outer(has_loader=has_loader)
         self._trainers.end()
         self._may_read.set()
-        if not passes and not (decided.ends_bars and len(self._bars)):
-            # With several optimizers, one round is still to be completed.
-            self._last_step = self._context.figures.steps + 1
-            hooks.add(self, hooks.notify.on_step)
+        self._last_step = self._context.figures.steps
+        hooks.add(self, hooks.notify.on_step)
 
     def _next(self, original: Any, it: Any) -> Any:
         """Return a loader's next batch; of a loader of the training, only up to its end."""
@@ -100,28 +98,34 @@ class Finishing(Observer):
         is_new = not it._num_yielded  # workers that stay have one iterator for all passes
         is_in_epoch = self._after == "epoch" and latest in self._open and not is_new
         read = latest.before + (latest.batch if is_new else it._num_yielded)
-        if is_in_epoch or (self._left > 0 if is_own else read < self._most):
+        is_behind = not is_own and read < self._most_read
+        if is_in_epoch or is_behind or not ends_with_loader(sys._getframe(1)):
             return self._read(original, it)
-        self._context.is_finishing = True
-        if is_new:
-            self._write_note(_GOES_ON)
+        self._note_end(is_new)
         raise StopIteration
 
     def _read(self, original: Any, it: Any) -> Any:
-        """Return one of the last batches of the training."""
+        """Return a batch, and take note of the end of the pass."""
         try:
-            batch = original(it)
+            return original(it)
         except StopIteration:
-            self._context.is_finishing = True
+            self._note_end(False)
             raise
-        self._left -= 1
-        return batch
+
+    def _note_end(self, is_new: bool) -> None:
+        """Take note that a pass has ended, and whether it was a new one that gave nothing."""
+        self._context.is_finishing = True
+        self._last_step = self._context.figures.steps
+        if is_new:
+            self._write_note(_EMPTY_EPOCHS)
 
     def on_step(self, optimizer: Any) -> None:
         """Write a note if the training continues, because nothing ends its loop."""
-        stopper = self._context.stopper
-        asks = stopper is not None and stopper.is_asked  # for `nbtrain.should_stop`
-        if self._context.figures.steps > self._last_step and not asks:
+        context = self._context
+        # With several optimizers, the agreed step may be the first of a round.
+        is_beyond = context.figures.steps > self._last_step + 1
+        asks = context.stopper is not None and context.stopper.is_asked  # `nbtrain.should_stop`
+        if is_beyond and context.is_finishing and not (asks or self._has_reader):
             self._write_note(_STILL_TRAINS)
 
     def _write_note(self, finding: Finding) -> None:

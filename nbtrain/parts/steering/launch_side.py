@@ -173,7 +173,6 @@ class Steering(Companion):
                 number,
                 request.action,
                 is_applied=True,
-                ahead=max(each.ahead for each in members),
                 read=max(each.read for each in members),
                 ends_bars=len({each.bars for each in members}) == 1,
             ),
@@ -182,7 +181,7 @@ class Steering(Companion):
         before = max(rank.steps_before for rank in state.ranks)
         step, detail = before + max(each.step for each in members), members[0].detail
         changed = f" ({detail} before)" if detail else ""
-        steps = estimate_run(state, clock.now()).steps
+        steps = _planned_steps(state)
         event = self._add_event(
             pending, "applied", f"agreed at step {step:,}{changed}", step, steps
         )
@@ -251,6 +250,13 @@ def _boundaries(state: RunState, number: int) -> dict[int, ev.StepBoundary]:
     """Return where each rank waited last for a request."""
     found = ((rank.rank, rank.boundary) for rank in state.ranks)
     return {rank: at for rank, at in found if at is not None and at.request == number}
+
+
+def _planned_steps(state: RunState) -> int | None:
+    """Return how many steps the whole training would have; None if an epoch has no known length."""
+    loops = [rank.progress.loops for rank in state.ranks if rank.progress]
+    is_stream = any(each and each[-1][0] == "epoch" for each in loops)
+    return None if is_stream else estimate_run(state, clock.now()).steps
 
 
 def _has_stepped(rank: RankState) -> bool:

@@ -78,10 +78,8 @@ class Decided:
     request: int
     action: Action
     is_applied: bool = False
-    ahead: int = 0
-    """The largest `StepBoundary.ahead` of all ranks."""
     read: int = 0
-    """The largest `StepBoundary.read`."""
+    """The largest `StepBoundary.read` of all ranks."""
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""
 

@@ -47,8 +47,10 @@ class Trainers(Observer):
         return original(learner)
 
     def on_lightning_epoch(self, fit_loop: Any) -> None:
-        """Remember the loop of Lightning that trains."""
+        """Remember the loop of Lightning that trains; a later fit of a finished training ends."""
         self._lightning = weakref.ref(fit_loop)
+        if self._finishing():
+            _stop_lightning(fit_loop)
 
     def end(self) -> None:
         """Have Lightning end after this step, or after this epoch; seen in 2.0 to 2.6."""
@@ -56,6 +58,12 @@ class Trainers(Observer):
         if fit_loop is None:
             return
         if self._finishing() == "step":
-            fit_loop.trainer.should_stop = True
+            _stop_lightning(fit_loop)
         else:
             fit_loop.max_epochs = fit_loop.epoch_progress.current.ready
+
+
+def _stop_lightning(fit_loop: Any) -> None:
+    """Have Lightning stop after this step, whatever its least number of epochs or steps."""
+    fit_loop.min_epochs = fit_loop.epoch_loop.min_steps = None
+    fit_loop.trainer.should_stop = True

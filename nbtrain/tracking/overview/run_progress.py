@@ -71,7 +71,7 @@ def _estimate_rank(rank: RankState, state: RunState, stuck: float | None) -> Run
     rate = None if rank.is_over else 0.0 if stuck is not None else trained.step_rate
     total = None
     if done and trained.steps and not trained.is_uneven:
-        total = max(trained.steps, round(trained.steps / done))
+        total = max(trained.steps, _count_all_steps(trained, done))
     return RunProgress(
         done,
         trained.epoch,
@@ -86,6 +86,16 @@ def _estimate_rank(rank: RankState, state: RunState, stuck: float | None) -> Run
         _remaining_in_epoch(rank) if is_running and left is None else None,
         stuck,
     )
+
+
+def _count_all_steps(trained: TrainingProgress, done: float) -> int:
+    """Return the number of steps in all, estimated unless the loop is one of steps."""
+    if len(trained.loops) == 1:
+        name, rounds, total, _ = trained.loops[0]
+        # A trainer counts a step a moment after its optimizer has made it.
+        if name == "step" and abs(trained.steps - rounds) <= 1:
+            return total
+    return round(trained.steps / done)
 
 
 def fraction(rank: RankState) -> float | None:

@@ -207,7 +207,7 @@ LOOPS: dict[str, tuple[Callable[[Count], Any], int]] = {
     "a bar on the first rank": (bar_on_the_first_rank, 0),
     "a bar of steps": (progress_of_steps, 0),
     "it asks": (asks, 0),
-    "accelerate": (accelerated, 1),
+    "accelerate": (accelerated, 0),
     "a stream": (stream, 0),
     "a thread reads ahead": (read_ahead, 11),
 }
@@ -260,10 +260,70 @@ def silent(count: Count) -> int:
     return count.steps
 
 
-def test_a_loop_that_nothing_can_end_goes_on_and_says_so() -> None:
-    run = launch(silent, Count(), n=2)
+def endless(count: Count) -> int:
+    def cycle(loader: Any) -> Any:
+        while True:
+            yield from loader
+
+    model, optimizer = wrapped()
+    batches = cycle(loaders()[0])
+    for _ in range(120):
+        fit(model, optimizer, next(batches), count)
+    return count.steps
+
+
+def calls_next(count: Count) -> int:
+    model, optimizer = wrapped()
+    training, _ = loaders()
+    batches = iter(training)
+    for _ in range(120):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(training)
+            batch = next(batches)
+        fit(model, optimizer, batch, count)
+    return count.steps
+
+
+def counts_steps(count: Count) -> int:
+    model, optimizer = wrapped()
+    training, _ = loaders()
+    while count.steps < 120:
+        for batch in training:
+            fit(model, optimizer, batch, count)
+            if count.steps == 120:
+                break
+    return count.steps
+
+
+def counts_steps_of_accelerate(count: Count) -> int:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    training = DataLoader(data(), batch_size=4)
+    model, optimizer, training = accelerator.prepare(model, optimizer, training)
+    while count.steps < 120:
+        for batch in training:
+            fit(model, optimizer, batch, count)
+            if count.steps == 120:
+                break
+    return count.steps
+
+
+@pytest.mark.parametrize(
+    "function", [silent, endless, calls_next, counts_steps, counts_steps_of_accelerate]
+)
+@pytest.mark.parametrize("after", ["step", "epoch"])
+def test_a_loop_that_nothing_can_end_goes_on_and_says_so(
+    function: Callable[[Count], int], after: str
+) -> None:
+    run = launch(function, Count(after=after), n=2)
     assert run.results == [120, 120]
     assert "finish-still-trains" in [f.code for f in run.state.findings]
+    assert run.state.message == ""
 
 
 def starts_late(count: Count) -> int:

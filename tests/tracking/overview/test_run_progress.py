@@ -260,3 +260,20 @@ def test_a_run_over_a_stream_that_has_ended_is_not_half_done() -> None:
     assert rank.progress.loops == (("epoch", 1, 2, 1),)
     assert run_progress.fraction(rank) is None
     assert "% done" not in str(run.summary())
+
+
+@pytest.mark.parametrize(
+    ("sanity_check", "steps", "loops"),
+    [
+        (None, 15, (("step", 14, 600, 1),)),  # as transformers' Trainer counts in its optimizer
+        (2, 15, (("epoch", 1, 60, 1), ("batch", 5, 10, 1))),  # as Lightning begins
+    ],
+)
+def test_the_number_of_all_steps_is_that_of_the_trainer(
+    sanity_check: int | None, steps: int, loops: Any
+) -> None:
+    updates = [
+        ev.TrainingUpdate(100.0, 0, batches=sanity_check),
+        ev.TrainingUpdate(101.0, 0, steps, batches=10, loops=loops),
+    ]
+    assert run_progress.estimate_run(fold(picture(1), updates), 101.0).steps == 600

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import inspect
 import linecache
 import operator
@@ -20,7 +21,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from ....planning.task_values import global_names
-from ....system.source_files import RANK_BODY, is_own
+from ....system.source_files import RANK_BODY, is_library, is_own
 
 _BARS = ("tqdm", "trange", "track", "progress", "progress_bar", "tqdm_notebook", "notebook_tqdm")
 _NO_LOOPS = ("torch.", "accelerate.", "tqdm.", "contextlib", "functools", "threading")
@@ -87,6 +88,22 @@ def loops_around(frame: FrameType | None) -> Loops | None:
             else:
                 known.append(loop)
     return Loops(tuple(reversed(known)), has_inner, tuple(reversed(key)))
+
+
+def ends_with_loader(frame: FrameType) -> bool:
+    """Return whether the loop that reads a loader ends when the loader gives no more batches.
+
+    `frame` is called to get a batch. The loop does not end so where the user's code calls ``next``,
+    which would raise `StopIteration`, and within a ``while`` loop, which may count steps.
+    """
+    frames = list(_frames(frame))
+    user = next(iter(frames), None)
+    if user is not None and not is_library(user.f_code.co_filename):
+        operation = dis.opname[user.f_code.co_code[user.f_lasti]]
+        if operation not in ("FOR_ITER", "SEND", "YIELD_FROM"):
+            return False
+    loops = (each for around in frames for each in _enclosing(around) or ())
+    return not any(isinstance(each, ast.While) and not _is_retry_loop(each) for each in loops)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
