@@ -357,7 +357,7 @@ def unequal(count: Count) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in DataLoader(data(8 * BATCHES * (1 if nbtrain.rank() else 30)), batch_size=4):
         if count.steps == 20 and nbtrain.rank() == 1:
-            time.sleep(6)
+            time.sleep(3)
         fit(model, optimizer, batch, count)
     return count.steps
 
