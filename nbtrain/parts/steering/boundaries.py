@@ -54,7 +54,7 @@ class StepBoundaries(Observer):
         """Return the orders. Waits for them if the run's folder is just being made again."""
         while True:
             # Damaged, or deleted with the folder. A rank that has reported must not continue alone.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 return Orders.decode(self._reader.read())
             if self._reported is None:
                 return Orders()

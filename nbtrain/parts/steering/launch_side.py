@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -97,20 +98,26 @@ class Steering(Companion):
         self._event: ev.Steered | None = None  # of that
         self._waiting: deque[_Pending] = deque()
         self._news: list[ev.Event] = []
+        self._unwritten: Orders | None = None  # for want of space
         self._number = 0
         self._attempt = 1
 
     def attend(self, state: RunState) -> bool:
         """Take new requests, and bring the first of them on; return whether ranks wait for it."""
-        try:
-            for request in requests.take(self._folder):
-                self._accept(request)
-            if state.attempt != self._attempt:
-                self._begin_attempt(state.attempt)
-            return bool(self._waiting) and self._bring_on(self._waiting[0], state)
-        except OSError as error:  # the folder was deleted, or the disk is full: later, perhaps
-            LOGGER.info("a request has to wait: %s", error)
-            return False
+        for request in requests.take(self._folder):
+            self._accept(request)
+        if state.attempt != self._attempt:
+            self._begin_attempt(state.attempt)
+        if self._unwritten is not None:
+            self._write(self._unwritten)
+        return bool(self._waiting) and self._bring_on(self._waiting[0], state)
+
+    def _write(self, orders: Orders) -> None:
+        """Give the ranks new orders. On a full disk, `attend` tries it again."""
+        self._unwritten = orders
+        with contextlib.suppress(OSError):
+            self._orders.write(orders.encode())
+            self._unwritten = None
 
     def _accept(self, request: requests.Request) -> None:
         """Add a request to the queue. A second request to finish is called off."""
@@ -131,10 +138,10 @@ class Steering(Companion):
         for pending in self._waiting:
             pending.agreement = None
         applied, self._applied = self._applied, []
-        self._decided, self._finished = (), None
+        self._decided, self._finished, self._event = (), None, None
         for request in applied:
             self._accept(request)
-        self._orders.write(Orders().encode())
+        self._write(Orders())
 
     def _bring_on(self, pending: _Pending, state: RunState) -> bool:
         """Do what is due for a request; return whether a rank waits, or may come to wait."""
@@ -196,11 +203,11 @@ class Steering(Companion):
         """End a request, and write the decision into the ranks' orders."""
         self._waiting.remove(pending)
         self._decided = (*self._decided, decided)
-        self._orders.write(Orders(None, self._decided).encode())
+        self._write(Orders(None, self._decided))
 
     def _write_orders(self, pending: _Pending, agreement: Agreement) -> None:
         asked = Asked(pending.number, agreement.target, pending.request.action)
-        self._orders.write(Orders(asked, self._decided).encode())
+        self._write(Orders(asked, self._decided))
 
     def _add_event(
         self,

@@ -26,8 +26,8 @@ from .limits import ANSWER_TIMEOUT_S
 from .orders import AFTER, Action, Setting
 from .turn import TurnError, check
 
-PREFIX = "request-"
-"""The start of the names of the files."""
+_FOLDER = "requests"
+"""The folder of the files, within that of the run."""
 
 _NOT_STEERABLE = (
     "this run cannot be steered: its process must see the optimizer's steps (`--telemetry steps`), "
@@ -64,25 +64,27 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
         raise NbtrainError(_NOT_STEERABLE)
     token = f"{time.time_ns()}-{secrets.token_hex(4)}"  # in the order of time
     data = json.dumps(asdict(Request(token, by, action))).encode()
-    write_atomically(folder.path / f"{PREFIX}{token}.json", data)
+    (folder.path / _FOLDER).mkdir(mode=0o700, exist_ok=True)
+    write_atomically(folder.path / _FOLDER / f"{token}.json", data)
     return token
 
 
 def take(folder: Path) -> Iterator[Request]:
     """Yield the requests that were made since the last call, in their order, and delete them.
 
-    A file that is damaged is deleted, too. Raises `OSError` if the folder cannot be read.
+    A file that is damaged is deleted, too. What cannot be read now is read later.
     """
-    names = [name for name in os.listdir(folder) if name.startswith(PREFIX)]
-    for name in sorted(name for name in names if name.endswith(".json")):
-        request: Request | None = None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads((folder / name).read_bytes())
-            action = Action.decode(record["action"])
-            request = Request(str(record["token"]), str(record["by"]), action)
-        (folder / name).unlink(missing_ok=True)
-        if request is not None:
-            yield request
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # mostly because there never was a request
+        names += sorted(name for name in os.listdir(folder / _FOLDER) if name.endswith(".json"))
+    for path in (folder / _FOLDER / name for name in names):
+        with contextlib.suppress(OSError):
+            data = path.read_bytes()
+            path.unlink()
+            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+                record = json.loads(data)
+                action = Action.decode(record["action"])
+                yield Request(str(record["token"]), str(record["by"]), action)
 
 
 def finish(run: Run, after: str = "step", by: str = "by run.finish()") -> ev.Steered | None:

@@ -1,0 +1,105 @@
+"""The files of requests, and the orders that come of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.steering import requests
+from nbtrain.parts.steering.launch_side import Steering
+from nbtrain.parts.steering.orders import Action, Asked, Decided, Orders
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.transport.orders import OrderReader
+from tests.support.runs import picture
+
+pytestmark = pytest.mark.part("steering")
+
+DAMAGED = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+    "no action": b'{"token": "a", "by": "b"}',
+    "an unknown action": b'{"token": "a", "by": "b", "action": {"name": "fly", "settings": {}}}',
+    "of a later version": b'{"token": "a", "by": "b", "action": {"name": "turn", "x": 1}}',
+    "one beta": b'{"token": "", "by": "", "action": {"name": "turn", "settings": {"betas": [1]}}}',
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """The folder of a run that takes requests."""
+    tmp_path.chmod(0o700)
+    return RunFolder(tmp_path)
+
+
+def test_requests_come_in_their_order_and_once(folder: RunFolder) -> None:
+    steering = Steering(folder)
+    assert list(requests.take(folder.path)) == []
+    first = requests.write(folder, Action("finish", "epoch"), "by me")
+    second = requests.write(folder, Action("turn", settings={"lr": 0.1, "betas": (0.5, 0.9)}), "")
+    found = list(requests.take(folder.path))
+    assert [each.token for each in found] == [first, second]
+    assert found[0] == requests.Request(first, "by me", Action("finish", "epoch"))
+    assert found[1].action.settings == {"lr": 0.1, "betas": (0.5, 0.9)}
+    assert list(requests.take(folder.path)) == []
+    steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_request_is_dropped(folder: RunFolder, name: str) -> None:
+    where = folder.path / "requests"
+    where.mkdir()
+    (where / "1.json").write_bytes(DAMAGED[name])
+    assert list(requests.take(folder.path)) == []
+    assert list(where.iterdir()) == []
+
+
+def test_a_folder_of_an_older_version_or_of_others_takes_none(folder: RunFolder) -> None:
+    with pytest.raises(NbtrainError, match="cannot be steered"):
+        requests.write(folder, Action("finish"), "by me")
+    Steering(folder).finish(ev.Finished(0.0, -1), lambda: False)
+    folder.path.chmod(0o777)
+    with pytest.raises(NbtrainError, match="other users"):
+        requests.write(folder, Action("finish"), "by me")
+
+
+def test_orders_are_read_as_they_were_written() -> None:
+    turn = Action("turn", settings={"lr": "/3", "betas": (0.5, 0.9)}, optimizer="SGD", group=1)
+    decided = Decided(1, Action("finish"), is_applied=True, read=5, ends_bars=True)
+    orders = Orders(Asked(2, 17, turn), (decided,))
+    assert Orders.decode(orders.encode()) == orders
+    assert Orders.decode(b"") == Orders()
+    with pytest.raises((ValueError, LookupError, TypeError)):
+        Orders.decode(json.dumps({"asked": {"request": 1}}).encode())
+
+
+def test_orders_that_a_full_disk_refused_are_written_later(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steering, state = Steering(folder), picture(2)
+    state = fold(state, [ev.Started(1.0, rank, 100 + rank) for rank in range(2)])
+    reader = OrderReader(folder.path)
+    requests.write(folder, Action("finish"), "by me")
+    with monkeypatch.context() as full:
+        full.setattr(steering._orders, "write", lambda data: (_ for _ in ()).throw(OSError(28, "")))
+        steering.attend(state)
+        assert reader.bell[0] == 0
+    steering.attend(state)
+    assert reader.bell[0] == 1
+    asked = Orders.decode(reader.read()).asked
+    assert asked is not None
+    assert asked.action == Action("finish")
+    reader.close()
+    steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+def test_a_host_may_switch_steering_off(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBTRAIN_DISABLE", "steering")
+    with pytest.raises(PlanError, match="switched off"):
+        requests.write(folder, Action("finish"), "by me")
