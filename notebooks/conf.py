@@ -102,7 +102,7 @@ SEARCHED = {
     "InfiniBand, freeze, timeout, uneven data, fewer batches",
     "guides/debugger": "breakpoint, pdb, debug",
     "guides/background": "background, detach, close browser, disconnect",
-    "guides/steering": "early stopping, stop early, finish early, change learning rate while training, knob, turn",
+    "guides/steering": "early stopping, stop early, finish early, change learning rate, knob",
     "guides/checkpoints": "resume, checkpoint, restart, continue training, max_restarts",
     "guides/memory": "memory, CUDA out of memory, batch size fits, VRAM",
     "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "
