@@ -127,6 +127,7 @@ def test_another_process_finishes_a_run(notebook: Notebook) -> None:
     assert notebook.value(STATE)[0] == "succeeded"
 
 
-def test_the_command_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["finish"]) == 1
-    assert "no run is kept" in capsys.readouterr().err
+def test_the_commands_need_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["finish", "no-such-run"], ["turn", "no-such-run", "lr=0.1"]):
+        assert main(command) == 1
+        assert "no run is kept" in capsys.readouterr().err

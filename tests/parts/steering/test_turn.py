@@ -19,12 +19,44 @@ import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.steering.orders import Action
 from nbtrain.parts.steering.requests import write
+from nbtrain.tracking import events as ev
+from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.runs import launch
 
 pytestmark = pytest.mark.part("steering")
 
 STEPS = 120
+
+
+class Requests:
+    """What a rank does between its steps: it asks for new settings, and waits for the others.
+
+    Steps are slow while a request is under way, so that it is carried out before the end also on a
+    busy machine.
+    """
+
+    def __init__(self, turns: dict[int, Any]) -> None:
+        self._turns, self._asked = turns, 0
+        self._folder = RunFolder(Path(os.environ["NBTRAIN_RUN"])) if turns else None
+
+    def step(self, step: int) -> None:
+        """Pause after a step, and make the request that is due."""
+        if self._folder is None:
+            return
+        is_decided = self._asked <= self._count_decided()
+        time.sleep(0.004 if is_decided else 0.05)
+        if step in self._turns:
+            settings, which = self._turns[step], {}
+            if isinstance(settings, tuple):
+                settings, which = settings
+            ask(settings, **which)
+            self._asked += 1
+
+    def _count_decided(self) -> int:
+        assert self._folder is not None
+        lines = [e for e in read_events(self._folder.launcher_events) if isinstance(e, ev.Steered)]
+        return sum(event.status != "pending" for event in lines)
 
 
 def ask(settings: dict[str, Any], **which: Any) -> None:
@@ -60,7 +92,7 @@ def train(
     optimizer = make_optimizer(model.parameters())
     schedule = make_schedule(optimizer)
     generator = torch.Generator().manual_seed(1)
-    seen = []
+    seen, asking = [], Requests(turns)
     for step in range(1, STEPS + 1):
         x = torch.randn(4, 3, generator=generator)
         loss = model(x).pow(2).mean()
@@ -80,9 +112,7 @@ def train(
         elif schedule is not None:
             schedule.step()
         seen.append([float(v) for p in model.parameters() for v in p.detach().flatten()])
-        time.sleep(0.004)
-        if step in turns:
-            ask(turns[step])
+        asking.step(step)
     return seen
 
 
@@ -146,16 +176,14 @@ def rates_under(turns: dict[int, dict[str, Any]], decay: float) -> list[float]:
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     schedule = lr_scheduler.ExponentialLR(optimizer, decay)
-    rates = []
+    rates, asking = [], Requests(turns)
     for step in range(1, STEPS + 1):
         weight.grad = torch.ones_like(weight)
         before = weight.item()
         optimizer.step()
         schedule.step()
         rates.append(before - weight.item())
-        time.sleep(0.004)
-        if step in turns:
-            ask(turns[step])
+        asking.step(step)
     return rates
 
 
@@ -178,13 +206,11 @@ def test_turns_add_up_and_are_taken_back(decay: float) -> None:
 
 def with_knob(turns: dict[int, dict[str, Any]]) -> list[float]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-    values = []
+    values, asking = [], Requests(turns)
     for step in range(1, STEPS + 1):
         values.append(nbtrain.knob("temperature", 1.0, low=0, high=2))
         optimizer.step()
-        time.sleep(0.004)
-        if step in turns:
-            ask(turns[step])
+        asking.step(step)
     return values
 
 
@@ -245,7 +271,7 @@ def two_optimizers(turns: dict[int, tuple[dict[str, Any], dict[str, Any]]]) -> l
     groups = [{"params": weights[:1], "lr": 0.5}, {"params": weights[1:2], "lr": 0.25}]
     first = torch.optim.SGD(groups)
     second = torch.optim.Adagrad(weights[2:], lr=1.0)
-    moved = []
+    moved, asking = [], Requests(turns)
     for step in range(1, STEPS + 1):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -253,10 +279,7 @@ def two_optimizers(turns: dict[int, tuple[dict[str, Any], dict[str, Any]]]) -> l
         first.step()
         second.step()
         moved.append([b - w.item() for b, w in zip(before, weights, strict=True)][:2])
-        time.sleep(0.004)
-        if step in turns:
-            settings, which = turns[step]
-            ask(settings, **which)
+        asking.step(step)
     return moved
 
 
