@@ -404,7 +404,8 @@ class Run:
         would at its end, returns its value, and the notebook gets the trained weights. Trainers of
         transformers, Lightning and fastai end in their own way, and so do loops over tqdm bars and
         `nbtrain.progress`, and loops that call `nbtrain.should_stop`. Of other loops, the loaders
-        of the training end: the epochs that are left train nothing.
+        of the training end: the epochs that are left train nothing. Loops without either, and those
+        with ``while`` or ``next``, continue, which the board shows.
 
         It also finishes a run of another kernel. It returns once the ranks have agreed on the step,
         or 3 s later: before the first step and in an evaluation, they agree at their next step.
@@ -432,7 +433,7 @@ class Run:
 
             run.turn(lr=3e-4)
             run.turn(lr="/3", optimizer="AdamW")
-            run.turn(lr=None)  # take it back
+            run.turn(lr=None)  # as the code has it
 
         Args:
             optimizer: the number of an optimizer, in the order of their first steps, or the name of

@@ -446,9 +446,6 @@ class StepBoundary(Event, kind="boundary"):
     """Optimizer steps of its task, of any optimizer: the ranks agree on this number."""
     step: int = 0
     """The number of the step, as `TrainingCounts.steps`."""
-    read: int = 0
-    """All batches that other threads have read for the training, with those that they may just be
-    reading."""
     bars: int = 0
     """The number of bars that the training iterates over."""
     detail: str = ""

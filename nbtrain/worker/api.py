@@ -199,6 +199,10 @@ def should_stop() -> bool:
     return context.is_finishing or context.stopper.is_due
 
 
+_RESERVED = {"lr", "weight_decay", "momentum", "betas", "optimizer", "group"}
+"""Names of ``run.turn`` that mean something else."""
+
+
 def knob(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> float:
     """Return a number that can be changed while the function trains, by ``run.turn(NAME=…)``.
 
@@ -214,7 +218,12 @@ def knob(name: str, value: float, low: float = -math.inf, high: float = math.inf
         value: the number until it is turned.
         low: the least value that it can be turned to.
         high: the greatest one.
+
+    Raises:
+        ValueError: the name is that of a setting of optimizers.
     """
+    if name in _RESERVED:
+        raise ValueError(f"nbtrain.knob: {name} is a setting of optimizers; choose another name")
     context = rank_context.current()
     if context is None:
         return value

@@ -368,10 +368,10 @@ class Driver:
         heard = 0
         with contextlib.closing(reader):
             while member.running:
-                if reader.bell[0] != heard:
-                    heard = reader.bell[0]
-                    with contextlib.suppress(OSError):  # the folder was deleted
+                if (number := reader.bell[0]) != heard:
+                    with contextlib.suppress(OSError):  # the folder was deleted, or a disk is full
                         await self._ask(member, NodeRanks.write_orders, reader.read())
+                        heard = number
                 await asyncio.sleep(POLL_INTERVAL_S / 5)
 
     async def _question(self, member: Member, question: str, ranks: set[int]) -> None:

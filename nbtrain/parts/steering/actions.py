@@ -14,7 +14,6 @@ from .turn import TurnError, Turning
 class Prepared:
     """What a rank reports when it waits: fields of `events.StepBoundary`."""
 
-    read: int = 0
     bars: int = 0
     detail: str = ""
     is_refused: bool = False
@@ -29,11 +28,13 @@ class Actions:
     def prepare(self, action: Action) -> Prepared:
         """Get ready for an action, and return what the launcher needs to decide about it."""
         if action.name == "finish":
-            return Prepared(*self._finishing.prepare())
+            return Prepared(self._finishing.prepare())
         try:
             return Prepared(detail=self._turning.describe(action))
         except TurnError as error:
             return Prepared(detail=str(error), is_refused=True)
+        except Exception as error:  # groups of other optimizers may hold anything
+            return Prepared(detail=f"{type(error).__name__}: {error}", is_refused=True)
 
     def apply(self, decided: Decided) -> None:
         """Carry out what all ranks carry out after this step."""
@@ -41,7 +42,3 @@ class Actions:
             self._finishing.apply(decided)
         else:
             self._turning.apply(decided.action)
-
-    def release(self) -> None:
-        """Undo `prepare`: the request was called off, or needs a later step."""
-        self._finishing.release()

@@ -33,8 +33,12 @@ class Agreement:
     status: Status = "open"
     late: frozenset[int] = frozenset()
     """The missing ranks, if the request was called off; empty if all ranks had ended."""
-    _deadline: float | None = None
-    _first_step_deadline: float = 0.0
+    _held_s: float = 0.0
+    """How long ranks have waited in all."""
+    _waiting_since: float | None = None
+    """The time of the last update, if ranks waited then."""
+    _is_first_step: bool = False
+    """Whether a rank waited after its first step."""
     _round_ends: float | None = None
     _rounds: int = 0
 
@@ -52,25 +56,23 @@ class Agreement:
         if not self.members:
             return self._call_off([])
         waiting = {r: steps[r] for r in self.members if steps.get(r, -1) >= self.target}
-        if self._deadline is None:
-            if not waiting:  # the request may wait, too
-                return False
-            extra = limits.FIRST_STEP_TIMEOUT_S if min(waiting.values()) == 1 else 0.0
-            self._deadline = now + limits.AGREEMENT_TIMEOUT_S
-            self._first_step_deadline = self._deadline + extra
+        self._held_s += 0.0 if self._waiting_since is None else now - self._waiting_since
+        self._waiting_since = now if waiting else None
+        if not waiting:  # no rank is held up, so the request may wait, too
+            return False
         if waiting.keys() >= self.members:
             if len({*waiting.values()}) > 1:
                 return self._go_on_to(max(waiting.values()))
             self.status = "agreed"
             return True
-        if not waiting and now >= self._deadline:  # all are under way, and no rank is held up
-            self._deadline, self._round_ends, self._rounds = None, None, 0
-            return False
+        self._is_first_step |= min(waiting.values()) == 1
         missing = self.members - waiting.keys()
         all_started = missing <= {*started, *steps}
-        if now >= (self._deadline if all_started else self._first_step_deadline):
+        may_compile = self._is_first_step and not all_started
+        extra_s = limits.FIRST_STEP_TIMEOUT_S if may_compile else 0.0
+        if self._held_s >= limits.AGREEMENT_TIMEOUT_S + extra_s:
             return self._call_off(missing)
-        if not (waiting and all_started):
+        if not all_started:
             return False
         if self._round_ends is None:
             self._round_ends = now + limits.FIRST_ROUND_S * 2**self._rounds

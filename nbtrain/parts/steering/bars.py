@@ -7,6 +7,7 @@ the batch that they have as the last, and make a step before all gradients are a
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +24,7 @@ class _Loop:
     is_ended = False
 
     def __init__(self, loader: Any = None) -> None:
-        self.loader = loader
+        self.loader, self.thread = loader, threading.get_ident()
         self.reads_loader = loader is not None
         """Whether its items are batches of a loader."""
 
@@ -47,14 +48,19 @@ class BarLoops(Observer):
             patch(f"accelerate.data_loader:{cls}", "__iter__", self._iterate_loader)
 
     @property
+    def _around(self) -> list[_Loop]:
+        """The loops of this thread."""
+        return [loop for loop in self._open if loop.thread == threading.get_ident()]
+
+    @property
     def bars(self) -> int:
-        """The number of open loops over bars."""
-        return sum(loop.loader is None for loop in self._open)
+        """The number of open loops over bars around a step of this thread."""
+        return sum(loop.loader is None for loop in self._around)
 
     @property
     def has_loader(self) -> bool:
-        """Whether a loop over a loader of Accelerate is open."""
-        return any(loop.loader is not None for loop in self._open)
+        """Whether a loop over a loader of Accelerate is open around a step of this thread."""
+        return any(loop.loader is not None for loop in self._around)
 
     def _iterate_bar(self, original: Any, bar: Any) -> Iterator[Any]:
         return self._iterate(original(bar), _Loop())
@@ -90,14 +96,14 @@ class BarLoops(Observer):
 
     def on_fetch_or_backward(self, fetch: bool) -> None:
         """Take note of the bars that fetch a batch: their loops are those of an epoch."""
-        for loop in self._open:
+        for loop in self._around:
             if fetch and not loop.is_inside:
                 loop.reads_loader = True
 
     def end(self, *, bars: bool) -> None:
         """End all loops over loaders at their next batch; with `bars`, also those over bars."""
         self.end_later_passes()
-        for loop in self._open:
+        for loop in self._around:
             loop.is_ended = bars or loop.loader is not None
 
     def end_outer(self, *, has_loader: bool) -> None:
@@ -105,11 +111,11 @@ class BarLoops(Observer):
 
         That is the loop that reads a loader; without a loader, the innermost of several.
         """
-        for loop in self._open:
+        for loop in self._around:
             loop.is_ended = not loop.reads_loader
         if not has_loader and self.bars > 1:
-            self._open[-1].is_ended = False
+            self._around[-1].is_ended = False
 
     def end_later_passes(self) -> None:
         """Have the loaders of open loops give nothing after the present pass."""
-        self._ended.update(loop.loader for loop in self._open if loop.loader is not None)
+        self._ended.update(loop.loader for loop in self._around if loop.loader is not None)

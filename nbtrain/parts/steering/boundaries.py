@@ -69,8 +69,6 @@ class StepBoundaries(Observer):
             self._reported = None
             if decided.is_applied:
                 self._actions.apply(decided)
-            else:
-                self._actions.release()
 
     def _waits_for(self, asked: Asked | None) -> bool:
         """Return whether this rank waits here; if so, it has reported its step."""
@@ -79,17 +77,21 @@ class StepBoundaries(Observer):
             return False
         self._due = asked.target
         if self._calls < asked.target:
-            if self._reported is not None:
-                self._actions.release()
             return False
         here = asked.request, self._calls
         if self._reported != here:
-            self._reported = here
+            self._reported = here if self._report(*here, asked) else None
+        return self._reported is not None
+
+    def _report(self, request: int, calls: int, asked: Asked) -> bool:
+        """Report that this rank waits; return False if the disk is too full for that."""
+        writer, context = self._context.writer, self._context
+        if writer.trouble is None:
             prepared = vars(self._actions.prepare(asked.action))
-            context, steps = self._context, self._context.figures.steps
-            now, rank = clock.now(), context.rank
-            context.writer.write(ev.StepBoundary(now, rank, *here, steps, **prepared))
-        return True
+            steps = context.figures.steps
+            at = ev.StepBoundary(clock.now(), context.rank, request, calls, steps, **prepared)
+            writer.write(at)
+        return writer.trouble is None
 
 
 class SteeringRank(RankSide):

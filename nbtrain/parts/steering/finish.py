@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from types import FrameType
 from typing import Any
 
 from ...part_api import Finding, Observer, RankContext, hooks, patch
@@ -11,6 +12,7 @@ from ...part_api import events as ev
 from ...worker.hooks.batches import LoaderPass
 from ...worker.observers.totals.loops import ends_with_loader
 from .bars import BarLoops
+from .limits import MAX_EMPTY_PASSES
 from .orders import STILL_TRAINS, Decided
 from .trainers import Trainers
 
@@ -23,8 +25,8 @@ _EMPTY_EPOCHS = Finding(
 )
 _STILL_TRAINS = Finding(
     STILL_TRAINS,
-    "The run was asked to finish, but its training goes on: nbtrain cannot end a loop that has no "
-    "loader and no bar, that calls `next`, or that is within a `while` loop.",
+    "The run was asked to finish, but its training goes on. nbtrain cannot end a loop without a "
+    "loader and a bar, within a `while` loop, with `next(...)`, or with batches of another thread.",
     "Put `if nbtrain.should_stop(): break` into the loop; the Stop button ends this run.",
 )
 
@@ -41,34 +43,21 @@ class Finishing(Observer):
         hooks.add(self._bars)
         hooks.add(self._trainers)
         self._after, self._is_due = "step", False
-        self._may_read = threading.Event()  # for threads that read ahead
-        self._may_read.set()
-        self._has_reader = False  # another thread, so some steps are still to come
-        self._most_read = 0  # batches that other threads may have read in all
         self._open: list[LoaderPass] = []  # at the agreed step
         self._thread = 0
         self._has_noted = False
+        self._empty_passes = 0
         self._last_step = 0  # after which the training should make none, but of another round
 
-    def prepare(self) -> tuple[int, int]:
-        """Stop what other threads read; return `StepBoundary.read` and `bars`."""
+    def prepare(self) -> int:
+        """Watch what the loaders give; return `StepBoundary.bars`."""
         self._thread = threading.get_ident()
-        self._may_read.clear()
         patch("torch.utils.data.dataloader:_BaseDataLoaderIter", "__next__", self._next)
-        passes = self._context.figures.passes.training_passes
-        others = [each for each in passes if each.reader != self._thread]
-        self._has_reader = bool(others)
-        read = sum(each.before + each.batch + (not each.is_aside) for each in others)
-        return read, self._bars.bars
-
-    def release(self) -> None:
-        """Let other threads read on."""
-        self._may_read.set()
+        return self._bars.bars
 
     def apply(self, decided: Decided) -> None:
         """End the training after the present step, or after the present epoch."""
         self._after, self._is_due = decided.action.after, True
-        self._most_read = decided.read
         passes = self._context.figures.passes.training_passes
         self._open = [each for each in passes if not each.is_aside]
         has_loader = bool(self._open) or self._bars.has_loader
@@ -80,7 +69,6 @@ class Finishing(Observer):
             if decided.ends_bars:
                 self._bars.end_outer(has_loader=has_loader)
         self._trainers.end()
-        self._may_read.set()
         self._last_step = self._context.figures.steps
         hooks.add(self, hooks.notify.on_step)
 
@@ -88,21 +76,24 @@ class Finishing(Observer):
         """Return a loader's next batch; of a loader of the training, only up to its end."""
         latest = self._context.figures.passes.find(it)
         is_evaluation = not sys.modules["torch"].is_grad_enabled()
-        if latest is None or not latest.is_training or is_evaluation:
-            return original(it)
-        is_own = threading.get_ident() == self._thread
-        if not is_own:
-            self._may_read.wait()
-        if not self._is_due:
+        if not self._is_due or latest is None or not latest.is_training or is_evaluation:
             return original(it)
         is_new = not it._num_yielded  # workers that stay have one iterator for all passes
         is_in_epoch = self._after == "epoch" and latest in self._open and not is_new
-        read = latest.before + (latest.batch if is_new else it._num_yielded)
-        is_behind = not is_own and read < self._most_read
-        if is_in_epoch or is_behind or not ends_with_loader(sys._getframe(1)):
+        if is_in_epoch or not self._ends(sys._getframe(1)):
             return self._read(original, it)
         self._note_end(is_new)
         raise StopIteration
+
+    def _ends(self, frame: FrameType) -> bool:
+        """Return whether the loop that asks for a batch, in `frame`, ends without one.
+
+        Not if another thread reads ahead: it has read more on one rank than on another, and what
+        gets its batches may wait for more.
+        """
+        if threading.get_ident() != self._thread or self._empty_passes > MAX_EMPTY_PASSES:
+            return False
+        return ends_with_loader(frame)
 
     def _read(self, original: Any, it: Any) -> Any:
         """Return a batch, and take note of the end of the pass."""
@@ -116,6 +107,7 @@ class Finishing(Observer):
         """Take note that a pass has ended, and whether it was a new one that gave nothing."""
         self._context.is_finishing = True
         self._last_step = self._context.figures.steps
+        self._empty_passes += is_new
         if is_new:
             self._write_note(_EMPTY_EPOCHS)
 
@@ -125,7 +117,7 @@ class Finishing(Observer):
         # With several optimizers, the agreed step may be the first of a round.
         is_beyond = context.figures.steps > self._last_step + 1
         asks = context.stopper is not None and context.stopper.is_asked  # `nbtrain.should_stop`
-        if is_beyond and context.is_finishing and not (asks or self._has_reader):
+        if is_beyond and context.is_finishing and not asks:
             self._write_note(_STILL_TRAINS)
 
     def _write_note(self, finding: Finding) -> None:

@@ -180,7 +180,6 @@ class Steering(Companion):
                 number,
                 request.action,
                 is_applied=True,
-                read=max(each.read for each in members),
                 ends_bars=len({each.bars for each in members}) == 1,
             ),
         )
@@ -202,7 +201,7 @@ class Steering(Companion):
     def _decide(self, pending: _Pending, decided: Decided) -> None:
         """End a request, and write the decision into the ranks' orders."""
         self._waiting.remove(pending)
-        self._decided = (*self._decided, decided)
+        self._decided = (*self._decided, decided)[-8:]  # ranks wait for the last one
         self._write(Orders(None, self._decided))
 
     def _write_orders(self, pending: _Pending, agreement: Agreement) -> None:

@@ -1,8 +1,8 @@
 """Limits of steering: how long ranks wait for each other before a request is called off."""
 
 AGREEMENT_TIMEOUT_S = 2.0
-"""For all ranks to come to one step, from the first that waits there. A rank that evaluates or
-saves alone makes no step for longer, and must not hold the others up."""
+"""How long a request may hold ranks up, in all. A rank that evaluates or saves alone makes no step
+for longer."""
 
 FIRST_STEP_TIMEOUT_S = 30.0
 """The same if the first that waits has made its first step: others may still compile theirs."""
@@ -16,3 +16,6 @@ ANSWER_TIMEOUT_S = 3.0
 
 WAIT_POLL_S = 0.001
 """Between two readings of the bell by a rank that waits."""
+
+MAX_EMPTY_PASSES = 1000
+"""Passes that give nothing after a finish. A loop over ``range(10**9)`` may end by its steps."""

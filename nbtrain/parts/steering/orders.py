@@ -42,14 +42,19 @@ class Action:
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> Action:
         """Return the action of a decoded record. Raises `ValueError` or `TypeError`."""
-        settings = {
-            str(name): (float(value[0]), float(value[1])) if isinstance(value, list) else value
-            for name, value in record["settings"].items()
-        }
+        settings = {str(name): _decode(value) for name, value in record["settings"].items()}
         action = cls(**{**record, "settings": settings})
         if action.name not in ("finish", "turn") or action.after not in AFTER:
             raise ValueError(f"{action} is unknown to this version of nbtrain")
         return action
+
+
+def _decode(value: Any) -> Setting:
+    """Return a setting. Raises `ValueError` or `TypeError` for anything else."""
+    if isinstance(value, list):
+        first, second = value
+        return float(first), float(second)
+    return value if value is None or isinstance(value, (str, int)) else float(value)
 
 
 def _describe_setting(item: tuple[str, Setting]) -> str:
@@ -78,8 +83,6 @@ class Decided:
     request: int
     action: Action
     is_applied: bool = False
-    read: int = 0
-    """The largest `StepBoundary.read` of all ranks."""
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""
 

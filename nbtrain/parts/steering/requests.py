@@ -22,6 +22,7 @@ from ...part_api import (
     write_atomically,
 )
 from ...part_api import events as ev
+from ...system.files import read_regular
 from .limits import ANSWER_TIMEOUT_S
 from .orders import AFTER, Action, Setting
 from .turn import TurnError, check
@@ -79,9 +80,9 @@ def take(folder: Path) -> Iterator[Request]:
         names += sorted(name for name in os.listdir(folder / _FOLDER) if name.endswith(".json"))
     for path in (folder / _FOLDER / name for name in names):
         with contextlib.suppress(OSError):
-            data = path.read_bytes()
+            data = read_regular(path, 1 << 16)
             path.unlink()
-            with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+            with contextlib.suppress(Exception):  # damaged, or of another version
                 record = json.loads(data)
                 action = Action.decode(record["action"])
                 yield Request(str(record["token"]), str(record["by"]), action)

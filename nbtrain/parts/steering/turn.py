@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from ...part_api import Observer, RankContext, hooks, patch, undo_later, when_imported
@@ -62,27 +65,37 @@ class _Turned:
     """One setting of a parameter group that was turned.
 
     Only during a step of the optimizer does the group have the turned value. Between steps it has
-    the value of the training code, so a scheduler works as ever, whatever it computes from. If that
-    value changes, a scheduler sets it: then the turn is a factor on it.
+    the value of the training code, so a scheduler works as ever, whatever it computes from. If a
+    learning rate changes there, a scheduler sets it: then the turn is a factor on it.
     """
 
-    def __init__(self, value: Value, given: Value) -> None:
-        self._value, self._base = value, given
+    def __init__(self, value: Value, given: Value, *, follows: bool) -> None:
+        self._value, self._base, self._follows = value, given, follows
         self.kept: Any = None
         """During a step, what the code gave the group."""
 
     def present(self, given: Value) -> Value:
         """Return the value for a step, where the code gives the group `given`."""
-        are_numbers = not any(isinstance(v, tuple) for v in (given, self._base, self._value))
-        if given == self._base or not self._base or not are_numbers:
-            return self._value
-        return given * (self._value / self._base)  # type: ignore[operator]
+        value, base = self._value, self._base
+        if not self._follows or given == base or isinstance(value, tuple):
+            return value
+        assert not isinstance(given, tuple)
+        assert not isinstance(base, tuple)
+        return given * (value / base)
 
 
 def _plain(value: Any) -> Value:
-    if isinstance(value, (tuple, list)):
-        return float(value[0]), float(value[1])
-    return float(value)
+    """Return a value of a group as one number or two. Raises `TurnError` for anything else."""
+    numbers = value if isinstance(value, (tuple, list)) else (value,)
+    try:
+        found = [float(number) for number in numbers]
+    except (TypeError, ValueError, RuntimeError):
+        found = []
+    if len(found) == 2:
+        return found[0], found[1]
+    if len(found) != 1:
+        raise TurnError(f"it is {value!r} here, which cannot be turned")
+    return found[0]
 
 
 def _set(group: dict[str, Any], name: str, value: Value) -> None:
@@ -102,6 +115,7 @@ class Turning(Observer):
         # By the group's number and the name: a state that is loaded replaces the groups.
         self._turned: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], _Turned]]
         self._turned = weakref.WeakKeyDictionary()
+        self._stepping: tuple[Any, FrameType] | None = None  # an optimizer, and what calls it
         hooks.add(self)
         # Not when something is turned: that is during a step, when no hook may be added.
         when_imported("torch.optim.optimizer", self._add_hooks)
@@ -118,7 +132,8 @@ class Turning(Observer):
         for name, value in action.settings.items():
             if name in self._context.knobs:
                 knob = self._context.knobs[name]
-                _check_knob(name, knob, value)
+                if value is not None:
+                    _check_knob(name, knob, value)
                 found.append(f"{name} {_show(knob.present)}")
             else:
                 groups = self._groups(action, name)
@@ -128,61 +143,77 @@ class Turning(Observer):
 
     def _present(self, optimizer: Any, number: int, name: str) -> Value:
         """Return the value that a group has in steps."""
-        self._end_step(optimizer)  # the present one
-        given = _plain(_groups_of(optimizer)[number][name])
+        given = self._given(optimizer, number, name)
         turned = self._turned.get(optimizer, {}).get((number, name))
         return given if turned is None else turned.present(given)
 
-    def _groups(self, action: Action, name: str) -> Iterator[tuple[Any, int]]:
-        """Yield the optimizers with the numbers of the groups that an action is for.
+    def _groups(self, action: Action, name: str) -> list[tuple[Any, int]]:
+        """Return the optimizers with the numbers of the groups that an action is for.
 
-        Raises `TurnError` if one lacks the setting, or cannot be turned now.
+        Raises `TurnError` if there is none. A group without the setting, or whose learning rate is
+        0, is left out if there are others.
         """
         if name not in _SETTINGS:
             known = ", ".join([*_SETTINGS, *self._context.knobs])
             raise TurnError(f"nothing here is called {name!r}; what can be turned: {known}")
-        for optimizer in self._chosen(action.optimizer):
-            numbers = range(len(_groups_of(optimizer)))
-            if action.group is not None and action.group not in numbers:
-                raise TurnError(f"there is no group {action.group} among {len(numbers)}")
-            for number in numbers if action.group is None else (action.group,):
-                group = _groups_of(optimizer)[number]
-                if name not in group:
-                    raise TurnError(f"{type(optimizer).__name__} has no {name}")
-                if name == "lr" and not _plain(group[name]):
-                    raise TurnError("the learning rate is 0 now; turn it at a later step")
-                yield optimizer, number
+        chosen = [
+            (optimizer, number)
+            for optimizer in self._chosen(action.optimizer)
+            for number in range(len(_groups_of(optimizer)))
+            if action.group in (None, number)
+        ]
+        having = [each for each in chosen if name in _groups_of(each[0])[each[1]]]
+        if not having:
+            kinds = {type(optimizer).__name__ for optimizer, _ in chosen}
+            there = f"{' and '.join(sorted(kinds))} has no {name}" if kinds else "it is not there"
+            raise TurnError(there if action.group is None else f"group {action.group}: {there}")
+        if name != "lr":
+            return having
+        moving = [each for each in having if self._given(*each, name)]
+        if not moving:
+            raise TurnError("the learning rate is 0 now; turn it at a later step")
+        return moving
+
+    def _given(self, optimizer: Any, number: int, name: str) -> Value:
+        """Return the value that the code gives a group."""
+        turned = self._turned.get(optimizer, {}).get((number, name))
+        is_kept = turned is not None and turned.kept is not None
+        return _plain(turned.kept if is_kept and turned else _groups_of(optimizer)[number][name])
 
     def _chosen(self, which: int | str | None) -> Sequence[Any]:
-        """Return the optimizers with a number or a class name; without one, all."""
-        known = [o for reference in self._optimizers if (o := reference()) is not None]
-        if which is None:
-            return known
-        names = [type(each).__name__ for each in known]
-        found = [o for n, o in enumerate(known) if which in (n, names[n])]
+        """Return the optimizers with a number or a class name; without one, all.
+
+        The numbers are those of the first steps in this task. Raises `TurnError` if there is none.
+        """
+        known = [(number, reference()) for number, reference in enumerate(self._optimizers)]
+        there = [(number, optimizer) for number, optimizer in known if optimizer is not None]
+        names = {number: type(optimizer).__name__ for number, optimizer in there}
+        found = [o for number, o in there if which in (None, number, names[number])]
         if not found:
-            listed = ", ".join(f"{number}: {name}" for number, name in enumerate(names))
+            listed = ", ".join(f"{number}: {name}" for number, name in names.items())
             raise TurnError(f"no optimizer is {which!r}; those that make steps: {listed}")
         return found
 
     def apply(self, action: Action) -> None:
         """Turn what an action names. `describe` has checked it."""
+        self._restore()  # the present step has been made
         for name, value in action.settings.items():
             knob = self._context.knobs.get(name)
             if knob is not None:
-                new = None if value is None else _new_value(value, knob.present)
-                knob.turned = None if isinstance(new, tuple) else new
+                knob.turned = None if value is None else _check_knob(name, knob, value)
                 continue
             for optimizer, number in self._groups(action, name):
                 present = self._present(optimizer, number, name)
+                given = self._given(optimizer, number, name)
                 turned = self._turned.setdefault(optimizer, {})
                 turned.pop((number, name), None)
                 if value is not None:
-                    given = _plain(_groups_of(optimizer)[number][name])
-                    turned[number, name] = _Turned(_new_value(value, present), given)
+                    new = _new_value(value, present)
+                    turned[number, name] = _Turned(new, given, follows=name == "lr")
 
     def _add_hooks(self, module: Any) -> None:
         """Have each step of torch's optimizers be made with the turned values."""
+        undo_later(self._restore)
         undo_later(module.register_optimizer_step_pre_hook(self._begin_step).remove)
         # After nbtrain's other hook, which reads the learning rate of the step.
         undo_later(module.register_optimizer_step_post_hook(self._end_step).remove)
@@ -196,22 +227,47 @@ class Turning(Observer):
             self._end_step(optimizer)
 
     def _begin_step(self, optimizer: Any, *_: Any) -> None:
-        """Give the groups the turned values."""
-        if not self._turned:
+        """Give the groups the turned values.
+
+        Not in an optimizer that another one uses for its own step: its values are turned already.
+        """
+        if not self._turned or self._is_in_step():
             return
+        self._restore()  # after an exception in a step
+        self._stepping = optimizer, sys._getframe(1)
+        groups = _groups_of(optimizer)
         for (number, name), turned in self._turned.get(optimizer, {}).items():
-            if turned.kept is None:  # ZeRO steps once for each group
-                group = _groups_of(optimizer)[number]
-                turned.kept = group[name]
-                _set(group, name, turned.present(_plain(turned.kept)))
+            # The code may remove a group, or give it what is no number.
+            with contextlib.suppress(IndexError, KeyError, TurnError):
+                given = groups[number][name]
+                new = turned.present(_plain(given))
+                turned.kept = given
+                _set(groups[number], name, new)
+
+    def _is_in_step(self) -> bool:
+        """Return whether the step that began last is still being made."""
+        frame: FrameType | None = sys._getframe(1)
+        while self._stepping is not None and frame is not None:
+            if frame is self._stepping[1]:
+                return True
+            frame = frame.f_back
+        return False
 
     def _end_step(self, optimizer: Any, *_: Any) -> None:
         """Give the groups back what the code gave them."""
-        if not self._turned:
+        if self._stepping is not None and self._stepping[0] is optimizer:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Give the groups of the optimizer that steps what the code gave them."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is None:
             return
-        for (number, name), turned in self._turned.get(optimizer, {}).items():
-            if turned.kept is not None:
-                _groups_of(optimizer)[number][name], turned.kept = turned.kept, None
+        groups = _groups_of(stepping[0])
+        for (number, name), turned in self._turned.get(stepping[0], {}).items():
+            if turned.kept is not None and number < len(groups):
+                groups[number][name] = turned.kept
+            turned.kept = None
 
 
 def _groups_of(optimizer: Any) -> Sequence[Any]:
@@ -228,13 +284,14 @@ def _new_value(value: Setting, present: Value) -> Value:
     return present * _factor("it", value)
 
 
-def _check_knob(name: str, knob: Knob, value: Setting) -> None:
-    """Raise `TurnError` if a knob does not go so far."""
-    if value is None:
-        return
+def _check_knob(name: str, knob: Knob, value: Setting) -> float:
+    """Return the new value of a knob. Raises `TurnError` if the knob cannot have it."""
     new = _new_value(value, knob.present)
     if isinstance(new, tuple) or not knob.low <= new <= knob.high:
         raise TurnError(f"{name} must be from {knob.low:g} to {knob.high:g}, not {value!r}")
+    if isinstance(knob.given, int) and new != int(new):
+        raise TurnError(f"{name} must be a whole number, as {knob.given} is, not {new:g}")
+    return int(new) if isinstance(knob.given, int) else new
 
 
 def _show(value: Value) -> str:

@@ -71,7 +71,7 @@ def test_a_folder_of_an_older_version_or_of_others_takes_none(folder: RunFolder)
 
 def test_orders_are_read_as_they_were_written() -> None:
     turn = Action("turn", settings={"lr": "/3", "betas": (0.5, 0.9)}, optimizer="SGD", group=1)
-    decided = Decided(1, Action("finish"), is_applied=True, read=5, ends_bars=True)
+    decided = Decided(1, Action("finish"), is_applied=True, ends_bars=True)
     orders = Orders(Asked(2, 17, turn), (decided,))
     assert Orders.decode(orders.encode()) == orders
     assert Orders.decode(b"") == Orders()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -290,6 +291,80 @@ def test_one_group_of_one_optimizer_is_turned() -> None:
     (at,) = steps_of(run)
     assert run.value[at - 1] == [0.5, 0.25]
     assert run.value[at + 1] == [0.5, 1.0]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as ZeroRedundancyOptimizer and SAM are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def with_odd_optimizers(kind: str, turns: dict[int, dict[str, Any]]) -> list[float]:
+    """Return by how much each step moved a weight: the rates of the steps."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    other = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    groups = [{"params": [weight]}, {"params": [other], "lr": 0.0}]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0)
+    optimizer = Wrapper(optimizer) if kind == "wrapped" else optimizer
+    rates, asking = [], Requests(turns)
+    for step in range(1, STEPS + 1):
+        weight.grad = torch.ones_like(weight)
+        before = weight.item()
+        if kind == "fails" and step % 3 == 0:
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+            continue
+        if kind == "loses a group" and step == 60:
+            del optimizer.param_groups[1]
+        optimizer.step()
+        rates.append(before - weight.item())
+        asking.step(step)
+    asking.step(0)
+    if kind == "fails":
+        with contextlib.suppress(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+        optimizer.step()
+    rates.append(optimizer.state_dict()["param_groups"][0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "fails", "loses a group"])
+def test_a_turn_counts_once_and_is_gone_between_steps(kind: str) -> None:
+    run = launch(with_odd_optimizers, kind, {16: {"lr": 3.0}}, n=2)
+    (asked,) = run.state.steered
+    assert asked.status == "applied"
+    assert run.results[0] == run.results[1]
+    *rates, left = run.value
+    assert left == 1.0
+    assert rates[:16] == [1.0] * min(16, len(rates))
+    assert rates[-1] == 3.0
+    assert {*rates} == {1.0, 3.0}
+
+
+def whole(turns: dict[int, dict[str, Any]]) -> list[int]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    seen, asking = [], Requests(turns)
+    for step in range(1, STEPS + 1):
+        seen.append(len(range(int(nbtrain.knob("depth", 2, low=1, high=9)))))
+        assert isinstance(nbtrain.knob("depth", 2, low=1, high=9), int)
+        optimizer.step()
+        asking.step(step)
+    return seen
+
+
+def test_a_whole_number_stays_one() -> None:
+    run = launch(whole, {10: {"depth": 4.0}, 40: {"depth": "/3"}}, n=2)
+    assert [s.status for s in run.state.steered] == ["applied", "called off"]
+    assert run.results == [run.value, run.value]
+    assert {*run.value} == {2, 4}
+    with pytest.raises(ValueError, match="setting of optimizers"):
+        nbtrain.knob("lr", 0.1)
 
 
 def under_many_requests(seed: int) -> tuple[list[float], int]:

@@ -103,7 +103,16 @@ def ends_with_loader(frame: FrameType) -> bool:
         if operation not in ("FOR_ITER", "SEND", "YIELD_FROM"):
             return False
     loops = (each for around in frames for each in _enclosing(around) or ())
-    return not any(isinstance(each, ast.While) and not _is_retry_loop(each) for each in loops)
+    return not any(_is_endless(each) and not _is_retry_loop(each) for each in loops)
+
+
+def _is_endless(statement: Statement) -> bool:
+    """Return whether a loop may end by nothing but its body: ``while``, ``for … in count()``."""
+    if isinstance(statement, ast.While):
+        return True
+    over = _within_bar(statement.iter)
+    names = "count", "repeat", "cycle", "iter"
+    return isinstance(over, ast.Call) and _called_function(over) in names
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
