@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from ...part_api import Observer, RankContext, hooks, patch, undo_later, when_imported
+from ...part_api import Observer, RankContext, hooks, patch, undo_later
 from ...worker.rank_context import Knob
 from .orders import Action, Setting
 
@@ -116,9 +116,8 @@ class Turning(Observer):
         self._turned: weakref.WeakKeyDictionary[Any, dict[tuple[int, str], _Turned]]
         self._turned = weakref.WeakKeyDictionary()
         self._stepping: tuple[Any, FrameType] | None = None  # an optimizer, and what calls it
-        hooks.add(self)
-        # Not when something is turned: that is during a step, when no hook may be added.
-        when_imported("torch.optim.optimizer", self._add_hooks)
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+        hooks.add(self, hooks.notify.on_first_step)
         patch("fastai.optimizer:Optimizer", "step", self._step_fastai)
 
     def on_first_step(self, optimizer: Any) -> None:
@@ -205,26 +204,32 @@ class Turning(Observer):
             for optimizer, number in self._groups(action, name):
                 present = self._present(optimizer, number, name)
                 given = self._given(optimizer, number, name)
+                self._hook_into(optimizer)
                 turned = self._turned.setdefault(optimizer, {})
                 turned.pop((number, name), None)
                 if value is not None:
                     new = _new_value(value, present)
                     turned[number, name] = _Turned(new, given, follows=name == "lr")
 
-    def _add_hooks(self, module: Any) -> None:
-        """Have each step of torch's optimizers be made with the turned values."""
-        undo_later(self._restore)
-        undo_later(module.register_optimizer_step_pre_hook(self._begin_step).remove)
-        # After nbtrain's other hook, which reads the learning rate of the step.
-        undo_later(module.register_optimizer_step_post_hook(self._end_step).remove)
+    def _hook_into(self, optimizer: Any) -> None:
+        """Have each step of an optimizer be made with the turned values, from now on."""
+        if not self._hooked:
+            undo_later(self._restore)
+            hooks.add(self, hooks.notify.on_step)  # the last: others read the rate of the step
+        if optimizer not in self._hooked:
+            self._hooked.add(optimizer)
+            if hasattr(optimizer, "register_step_pre_hook"):  # fastai's has none
+                undo_later(optimizer.register_step_pre_hook(self._begin_step).remove)
+
+    def on_step(self, optimizer: Any) -> None:
+        """Give the groups back what the code gave them, after the step of this optimizer."""
+        if self._stepping is not None and self._stepping[0] is optimizer:
+            self._restore()
 
     def _step_fastai(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a step of fastai's optimizer with the turned values."""
         self._begin_step(optimizer)
-        try:
-            return original(optimizer, *args, **kwargs)
-        finally:
-            self._end_step(optimizer)
+        return original(optimizer, *args, **kwargs)
 
     def _begin_step(self, optimizer: Any, *_: Any) -> None:
         """Give the groups the turned values.
@@ -252,11 +257,6 @@ class Turning(Observer):
                 return True
             frame = frame.f_back
         return False
-
-    def _end_step(self, optimizer: Any, *_: Any) -> None:
-        """Give the groups back what the code gave them."""
-        if self._stepping is not None and self._stepping[0] is optimizer:
-            self._restore()
 
     def _restore(self) -> None:
         """Give the groups of the optimizer that steps what the code gave them."""
