@@ -47,7 +47,7 @@ class Finishing(Observer):
         self._thread = 0
         self._has_noted = False
         self._empty_passes = 0
-        self._last_step = 0  # after which the training should make none, but of another round
+        self._last_step = 0  # the training should end here
 
     def prepare(self) -> int:
         """Watch what the loaders give; return `StepBoundary.bars`."""
@@ -86,7 +86,7 @@ class Finishing(Observer):
         raise StopIteration
 
     def _ends(self, frame: FrameType) -> bool:
-        """Return whether the loop that asks for a batch, in `frame`, ends without one.
+        """Return whether the loop that reads a batch, in `frame`, ends without one.
 
         Not if another thread reads ahead: it has read more on one rank than on another, and what
         gets its batches may wait for more.

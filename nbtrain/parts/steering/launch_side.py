@@ -98,7 +98,7 @@ class Steering(Companion):
         self._event: ev.Steered | None = None  # of that
         self._waiting: deque[_Pending] = deque()
         self._news: list[ev.Event] = []
-        self._unwritten: Orders | None = None  # for want of space
+        self._unwritten: Orders | None = None  # because the disk was full
         self._number = 0
         self._attempt = 1
 
@@ -259,7 +259,7 @@ def _boundaries(state: RunState, number: int) -> dict[int, ev.StepBoundary]:
 
 
 def _planned_steps(state: RunState) -> int | None:
-    """Return how many steps the whole training would have; None if an epoch has no known length."""
+    """Return how many steps the whole training would have, if each epoch has a known length."""
     loops = [rank.progress.loops for rank in state.ranks if rank.progress]
     is_stream = any(each and each[-1][0] == "epoch" for each in loops)
     return None if is_stream else estimate_run(state, clock.now()).steps

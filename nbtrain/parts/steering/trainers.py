@@ -64,6 +64,6 @@ class Trainers(Observer):
 
 
 def _stop_lightning(fit_loop: Any) -> None:
-    """Have Lightning stop after this step, whatever its least number of epochs or steps."""
+    """Have Lightning stop after this step, also before its least number of epochs or steps."""
     fit_loop.min_epochs = fit_loop.epoch_loop.min_steps = None
     fit_loop.trainer.should_stop = True

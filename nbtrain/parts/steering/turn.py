@@ -65,7 +65,7 @@ class _Turned:
     """One setting of a parameter group that was turned.
 
     Only during a step of the optimizer does the group have the turned value. Between steps it has
-    the value of the training code, so a scheduler works as ever, whatever it computes from. If a
+    the value of the training code, so a scheduler works as it does without a turn. If a
     learning rate changes there, a scheduler sets it: then the turn is a factor on it.
     """
 
@@ -149,7 +149,7 @@ class Turning(Observer):
     def _groups(self, action: Action, name: str) -> list[tuple[Any, int]]:
         """Return the optimizers with the numbers of the groups that an action is for.
 
-        Raises `TurnError` if there is none. A group without the setting, or whose learning rate is
+        Raises `TurnError` if there is no such optimizer. A group without the setting, or whose learning rate is
         0, is left out if there are others.
         """
         if name not in _SETTINGS:
@@ -182,7 +182,7 @@ class Turning(Observer):
     def _chosen(self, which: int | str | None) -> Sequence[Any]:
         """Return the optimizers with a number or a class name; without one, all.
 
-        The numbers are those of the first steps in this task. Raises `TurnError` if there is none.
+        The numbers are those of the first steps in this task. Raises `TurnError` if there is no such optimizer.
         """
         known = [(number, reference()) for number, reference in enumerate(self._optimizers)]
         there = [(number, optimizer) for number, optimizer in known if optimizer is not None]
@@ -218,7 +218,7 @@ class Turning(Observer):
             hooks.add(self, hooks.notify.on_step)  # the last: others read the rate of the step
         if optimizer not in self._hooked:
             self._hooked.add(optimizer)
-            if hasattr(optimizer, "register_step_pre_hook"):  # fastai's has none
+            if hasattr(optimizer, "register_step_pre_hook"):  # not in fastai's
                 undo_later(optimizer.register_step_pre_hook(self._begin_step).remove)
 
     def on_step(self, optimizer: Any) -> None:
