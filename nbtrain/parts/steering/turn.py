@@ -149,7 +149,7 @@ class Turning(Observer):
     def _groups(self, action: Action, name: str) -> list[tuple[Any, int]]:
         """Return the optimizers with the numbers of the groups that an action is for.
 
-        Raises `TurnError` if there is no such optimizer. A group without the setting, or whose learning rate is
+        Raises `TurnError` without such a group. A group without the setting, or whose learning rate is
         0, is left out if there are others.
         """
         if name not in _SETTINGS:
@@ -182,7 +182,7 @@ class Turning(Observer):
     def _chosen(self, which: int | str | None) -> Sequence[Any]:
         """Return the optimizers with a number or a class name; without one, all.
 
-        The numbers are those of the first steps in this task. Raises `TurnError` if there is no such optimizer.
+        The numbers are those of the first steps in this task. Raises `TurnError` without one.
         """
         known = [(number, reference()) for number, reference in enumerate(self._optimizers)]
         there = [(number, optimizer) for number, optimizer in known if optimizer is not None]
