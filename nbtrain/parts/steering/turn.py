@@ -149,7 +149,7 @@ class Turning(Observer):
     def _groups(self, action: Action, name: str) -> list[tuple[Any, int]]:
         """Return the optimizers with the numbers of the groups that an action is for.
 
-        Raises `TurnError` without such a group. A group without the setting, or whose learning rate is
+        Raises `TurnError` without one. A group without the setting, or whose learning rate is
         0, is left out if there are others.
         """
         if name not in _SETTINGS:
