@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from .. import part
@@ -13,6 +14,7 @@ from ..findings import Finding
 from ..planning.option_types import Option
 from ..planning.plan import Cell, Plan
 from ..tracking import events as ev
+from ..tracking.launch_log import attempt
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport.job import Job
@@ -142,7 +144,11 @@ def launch_sides() -> tuple[LaunchSide, ...]:
 
 def buttons(folder: RunFolder) -> list[RunButton]:
     """Return the parts' buttons for the board of a run that has started."""
-    return [button for side in launch_sides() for button in side.buttons(folder)]
+    found = (
+        attempt("the buttons of a part", partial(side.buttons, folder), ())
+        for side in launch_sides()
+    )
+    return [button for of_part in found for button in of_part]
 
 
 def companions(

@@ -538,8 +538,8 @@ def make_job(
     try:
         for side in launch_sides():
             job = side.complete_job(job, engine)
-    except BaseException:
-        shutil.rmtree(job.folder.path, ignore_errors=True)  # nothing was started
+    except BaseException:  # an interrupt, too: nothing was started
+        shutil.rmtree(job.folder.path, ignore_errors=True)
         raise
     launch_log.keep_in(job.folder.launcher_log)
     LOGGER.info(

@@ -10,10 +10,10 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from ...part_api import Observer, patch
-from ...worker.observers.totals.loops import ends_with_loader
 
 
 class _Loop:
@@ -32,14 +32,16 @@ class _Loop:
 class BarLoops(Observer):
     """The open loops over bars and over loaders of Accelerate, from the outermost in.
 
-    `on_loader_end` is called where a loader of Accelerate ends early. Its argument is whether the
-    code begins another pass.
+    `ends` returns whether the loop of a frame ends when it gets nothing. `on_loader_end` is called
+    where a loader of Accelerate ends early. Its argument is whether the code begins another pass.
     """
 
     purpose = "steering"
 
-    def __init__(self, on_loader_end: Callable[[bool], None]) -> None:
-        self._on_loader_end = on_loader_end
+    def __init__(
+        self, ends: Callable[[FrameType], bool], on_loader_end: Callable[[bool], None]
+    ) -> None:
+        self._ends, self._on_loader_end = ends, on_loader_end
         self._open: list[_Loop] = []
         self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
         for cls in ("tqdm.std:tqdm", "tqdm.notebook:tqdm_notebook", "tqdm.rich:tqdm_rich"):
@@ -70,7 +72,7 @@ class BarLoops(Observer):
 
         Accelerate itself fails at a loader that gives the first rank no batch to share.
         """
-        if loader in self._ended and ends_with_loader(sys._getframe(1)):
+        if loader in self._ended and self._ends(sys._getframe(1)):
             self._on_loader_end(True)
         # An evaluation has its own loop, which may be open while a step is made.
         elif not sys.modules["torch"].is_grad_enabled():
@@ -85,7 +87,7 @@ class BarLoops(Observer):
             for item in items:
                 loop.is_inside = True
                 yield item
-                if loop.is_ended and ends_with_loader(sys._getframe(1)):
+                if loop.is_ended and self._ends(sys._getframe(1)):
                     break
                 loop.is_inside = loop.is_ended = False
         finally:

@@ -18,15 +18,16 @@ from .trainers import Trainers
 
 _EMPTY_EPOCHS = Finding(
     "finish-empty-epochs",
-    "The training is finished, but its code goes on to the next epoch: the epochs that are left "
-    "train nothing. If they evaluate, that takes its time.",
+    "The training is finished, but its code continues with the next epoch. The remaining epochs "
+    "train nothing; if they evaluate, that takes time.",
     "A loop over `nbtrain.progress(range(epochs))` ends at once, and so does a loop with "
     "`if nbtrain.should_stop(): break`.",
 )
 _STILL_TRAINS = Finding(
     STILL_TRAINS,
-    "The run was asked to finish, but its training goes on. nbtrain cannot end a loop without a "
-    "loader and a bar, within a `while` loop, with `next(...)`, or with batches of another thread.",
+    "The run was asked to finish, but its training continues. nbtrain cannot end a loop that has "
+    "neither a loader nor a bar, is inside a `while` loop, calls `next(...)`, or gets its batches "
+    "from another thread.",
     "Put `if nbtrain.should_stop(): break` into the loop; the Stop button ends this run.",
 )
 
@@ -38,14 +39,14 @@ class Finishing(Observer):
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._bars = BarLoops(self._note_end)
+        self._bars = BarLoops(self._ends, self._note_end)
         self._trainers = Trainers(lambda: self._after if self._is_due else "")
         hooks.add(self._bars)
         hooks.add(self._trainers)
         self._after, self._is_due = "step", False
         self._open: list[LoaderPass] = []  # at the agreed step
         self._thread = 0
-        self._has_noted = False
+        self._noted: set[str] = set()
         self._empty_passes = 0
         self._last_step = 0  # the training should end here
 
@@ -121,7 +122,7 @@ class Finishing(Observer):
             self._write_note(_STILL_TRAINS)
 
     def _write_note(self, finding: Finding) -> None:
-        """Write a note once, by the first rank."""
-        if not self._has_noted and self._context.global_rank == 0:
+        """Write each note once, by the first rank."""
+        if finding.code not in self._noted and self._context.global_rank == 0:
             self._context.writer.write(ev.RunNote.of(finding))
-        self._has_noted = True
+        self._noted.add(finding.code)

@@ -219,8 +219,8 @@ class Steering(Companion):
         """Add an event about a request to the news, and return it."""
         request = pending.request
         token, action, by = request.token, request.action, request.by
-        separator = " was called off: " if status == "called off" else ": "
-        text = f"{action.label}, {by}{separator}{what}"
+        is_off = "called off, because " if status == "called off" else ""
+        text = f"{action.label} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
         event = ev.Steered(clock.now(), -1, pending.number, *values)
         self._news.append(event)

@@ -31,9 +31,9 @@ _FOLDER = "requests"
 """The folder of the files, within that of the run."""
 
 _NOT_STEERABLE = (
-    "this run cannot be steered: its process must see the optimizer's steps (`--telemetry steps`), "
-    "its ranks must run outside the kernel, and it must be no part of a launch on several hosts. "
-    "Runs of an older nbtrain, or with steering in NBTRAIN_DISABLE, cannot be steered either"
+    "this run cannot be steered. It is of an older nbtrain, or was started with `--engine inline`, "
+    "without `steps` in `--telemetry`, with `steering` in NBTRAIN_DISABLE, on live ranks of a "
+    "cluster, or as one of several launches. `run.stop()` ends it"
 )
 
 

@@ -267,31 +267,49 @@ def calls_next(count: Count) -> int:
     return count.steps
 
 
-def counts_steps(count: Count) -> int:
-    model, optimizer = wrapped()
-    training, _ = loaders()
+def fit_while_few(count: Count, parts: tuple[Any, Any, Any]) -> int:
+    model, optimizer, training = parts
     while count.steps < 120:
         for batch in training:
             fit(model, optimizer, batch, count)
             if count.steps == 120:
                 break
     return count.steps
+
+
+def counts_steps(count: Count) -> int:
+    return fit_while_few(count, (*wrapped(), loaders()[0]))
 
 
 def counts_steps_of_accelerate(count: Count) -> int:
+    return fit_while_few(count, accelerate_parts())
+
+
+def accelerate_parts() -> tuple[Any, Any, Any]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator()
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    training = DataLoader(data(), batch_size=4)
-    model, optimizer, training = accelerator.prepare(model, optimizer, training)
-    while count.steps < 120:
+    parts = model, optimizer, DataLoader(data(), batch_size=4)
+    return Accelerator().prepare(*parts)  # type: ignore[return-value]
+
+
+def fit_long(count: Count, parts: tuple[Any, Any, Any]) -> int:
+    model, optimizer, training = parts
+    for _ in range(10**9):
         for batch in training:
             fit(model, optimizer, batch, count)
             if count.steps == 120:
-                break
-    return count.steps
+                return count.steps
+    return 0
+
+
+def in_a_long_range(count: Count) -> int:
+    return fit_long(count, (*wrapped(), loaders()[0]))
+
+
+def in_a_long_range_of_accelerate(count: Count) -> int:
+    return fit_long(count, accelerate_parts())
 
 
 def counts_epochs(count: Count) -> int:
@@ -331,6 +349,8 @@ def read_ahead(count: Count) -> int:
         counts_steps,
         counts_steps_of_accelerate,
         counts_epochs,
+        in_a_long_range,
+        in_a_long_range_of_accelerate,
         read_ahead,
     ],
 )
