@@ -20,6 +20,7 @@ from ..errors import LaunchError, NbtrainError, ResultsLost, RunTimeout
 from ..hangs import stacks, verdict
 from ..hangs.failures import Failure, find_cause, to_exception
 from ..hangs.lost_results import RESULTS_LOST
+from ..planning.task_values import is_model
 from ..system.files import SMALL_FILE_BYTES, open_regular, read_regular
 from ..system.text import plural
 from ..tracking import clock, pruning
@@ -451,6 +452,31 @@ class Run:
         turn = part.load_provided("steering", "turn", "run.turn()")
         turn(self, settings, optimizer, group)
 
+    def peek(self, model: Any = None, name: str | None = None) -> int:
+        """Load the weights of a run that trains into a model, in place; return their step.
+
+        All ranks copy their weights after the same step and go on; sharded models are gathered. It
+        waits for the next step and until the weights are here. An interrupt ends that. It also
+        works for a run of another kernel, with a `model` of this one.
+
+        Example::
+
+            run = nbtrain.launch(train, model, num_processes=2, background=True)
+            run.peek()
+            model.eval()(x)
+
+        Args:
+            model: as in `load`.
+            name: as in `load`.
+
+        Raises:
+            NbtrainError: as `finish`; or the run has no such weights, or they do not fit. Nothing
+                is changed.
+            PlanError: steering is switched off on this host.
+        """
+        request = part.load_provided("steering", "peek", "run.peek()")
+        return int(request(self, model, name).step)
+
     def stacks(self) -> stacks.Stacks:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 
@@ -629,6 +655,25 @@ def _keep_curve(run: Run) -> None:
 def previous_curve(name: str) -> dict[str, Any] | None:
     """Return the main curve of the last run of this name in this process, for a manifest."""
     return _previous_curves.get(name) if os.getpid() in _last else None
+
+
+def load_peeked(run: Run, folder: RunFolder, model: Any = None, name: str | None = None) -> None:
+    """Load weights that the ranks of a run saved in a folder while they train, as `Run.load`.
+
+    Raises `NbtrainError`, too, if the notebook has the weights of the run's end already.
+    """
+    with _uninterruptible(), run._load_lock:
+        if run._receiver is not None and run._receiver.has_received:
+            raise NbtrainError("the run has ended, and its weights are in the notebook")
+        weights.load(folder, run.state, run._receiver, model, name, call="run.peek")
+
+
+def find_run_with_models(folder: RunFolder) -> Run | None:
+    """Return the background run of a folder, if it gives models back to this process."""
+    for run in background_runs():
+        if run.folder == folder.path and run._receiver is not None:
+            return run if any(map(is_model, run._receiver.objects().values())) else None
+    return None
 
 
 def background_runs() -> list[Run]:

@@ -465,7 +465,7 @@ class Steered(Event):
     token: str = ""
     """Names the request to the process that made it."""
     action: str = ""
-    """``finish`` or ``turn``."""
+    """``finish``, ``turn`` or ``peek``."""
     status: str = ""
     """``pending``, ``applied`` or ``called off``."""
     step: int | None = None
@@ -475,7 +475,7 @@ class Steered(Event):
     by: str = ""
     """Who requested it."""
     label: str = ""
-    """What was requested, for a mark in a chart: ``lr 0.0003``."""
+    """What is changed, for a mark in a chart: ``lr 0.0003``; "" for nothing."""
     text: str = ""
     """All of this for people."""
 

@@ -75,6 +75,7 @@ class RunFolder:
     checkpoints = _File("checkpoints")
     weights = _File("weights")
     questions = _File("questions")
+    peeks = _File("peeks")
 
     events = _RankFile("jsonl")
     log = _RankFile("log")

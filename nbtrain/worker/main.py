@@ -188,7 +188,7 @@ def _run_and_report(
     try:
         try:
             writer.write(ev.Started(clock.now(), rank, pid=os.getpid()))
-            sender = ResultSender(job, rank, writer)
+            sender = context.sender = ResultSender(job, rank, writer)
             if sender.needs_first_steps:
                 hooks.add(sender, hooks.notify.on_first_step)
             if not (job.in_kernel or job.ranks_stay):

@@ -14,6 +14,7 @@ from .. import part
 from ..system.files import ReservedFile
 from ..tracking.event_log import EventWriter
 from ..transport.job import Job
+from ..transport.weights.sender import ResultSender
 from .device_scalars import ScalarReader
 from .hooks.batches import LatestPasses
 from .stopping import StopOnRequest
@@ -77,6 +78,8 @@ class RankContext:
     """Space for the last file of the rank, which reports how its task has ended."""
     stopper: StopOnRequest | None = None
     """Handles SIGINT. A rank in the kernel has none: it is interrupted as any cell."""
+    sender: ResultSender | None = None
+    """Sends the notebook's models back. It is made just before the task runs."""
     checkpoint_refusal: str = ""
     """Why this rank cannot save checkpoints; "" if it can."""
     optimizer_steps: int = 0

@@ -90,8 +90,8 @@ class RunTracker:
 
     def _take_notes(self, state: RunState) -> None:
         """Send new notes, hangs, and requests of the user that were carried out."""
-        steered = (asked.text for asked in state.steered if asked.step is not None)
-        for note in [*state.notes, state.hang, *steered]:
+        changes = (asked for asked in state.steered if asked.label and asked.step is not None)
+        for note in [*state.notes, state.hang, *(asked.text for asked in changes)]:
             if note and note not in self._notes:
                 self._notes.add(note)
                 self._say(f"note {len(self._notes)}", note)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -295,12 +296,9 @@ class Driver:
 
     async def _copy_rest(self, member: Member, ended: RankExit) -> None:
         """Copy the files that a rank left, and the rest of those that grew."""
-        home = member.order.job.folder.path
         for name in ended.files:
             try:
-                data = await self._ask(member, NodeRanks.fetch, name)
-                (home / name).parent.mkdir(exist_ok=True, mode=0o700)
-                await asyncio.to_thread(write_atomically, home / name, memoryview(data))
+                await self._copy_file(member, name)
             except OSError as error:  # here or there: the rank has ended in any case
                 lost = f"{name} of {member.node.name} was lost"
                 self._report("note", f"{lost}: {describe_error(error)}")
@@ -375,16 +373,38 @@ class Driver:
                 await asyncio.sleep(POLL_INTERVAL_S / 5)
 
     async def _question(self, member: Member, question: str, ranks: set[int]) -> None:
-        """Ask a node for the stacks or the flight recorders of ranks.
+        """Ask a node for the stacks, the flight recorders or the saved models of ranks.
 
         Stacks come in files that are copied anyway. Recorders come as the reply, and are written
-        into the run folder.
+        into the run folder. Models that ranks saved as they train are copied.
         """
         folder = member.order.job.folder
         with contextlib.suppress(OSError):
+            if question == "peeks":
+                await self._copy_peeks(member)
+                return
             dumps = await member.call(_QUESTIONS[question], ranks)
             for rank, (dump, begun) in (dumps or {}).items():
                 write_atomically(folder.recorded(rank), dump, modified=begun)
+
+    async def _copy_peeks(self, member: Member) -> None:
+        """Copy models that a node saved, once, for those that still wait for them."""
+        home = member.order.job.folder
+        for token, names in (await self._ask(member, NodeRanks.take_peeks)).items():
+            try:
+                for name in names:
+                    if (home.peeks / token).exists():
+                        await self._copy_file(member, name)
+            except OSError:  # here or there: who waits sees that the folder is gone
+                shutil.rmtree(home.peeks / token, ignore_errors=True)
+            await self._ask(member, NodeRanks.delete_peek, token)
+
+    async def _copy_file(self, member: Member, name: str) -> None:
+        """Copy a file of a node into the run folder. Raises `OSError`."""
+        path = member.order.job.folder.path / name
+        data = await self._ask(member, NodeRanks.fetch, name)
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        await asyncio.to_thread(write_atomically, path, memoryview(data))
 
     # The end
 

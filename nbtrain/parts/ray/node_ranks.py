@@ -151,6 +151,7 @@ class NodeRanks:
         self._signals: queue.SimpleQueue[tuple[Collection[int], Action]] = queue.SimpleQueue()
         self._checkpoint_refusal, self._is_closed = "", False
         self._killed: set[int] = set()
+        self._taken: set[Path] = set()
         self._oom_kills = OomKills()
         self._exits: list[RankExit] = []
         self._changed = threading.Condition()
@@ -309,6 +310,25 @@ class NodeRanks:
         path = self.folder.path / name
         empty = not path.stat().st_size
         return numpy.zeros(0, "u1") if empty else numpy.memmap(path, "u1", "r")
+
+    def take_peeks(self) -> dict[str, list[str]]:
+        """Return the files of the models that ranks saved since the last call, by request.
+
+        The last file of each says that it is complete.
+        """
+        folders = {f for f in self.folder.peeks.glob("*") if (f / "saved.json").exists()}
+        new, self._taken = folders - self._taken, self._taken | folders
+        return {
+            folder.name: [
+                str(path.relative_to(self.folder.path))
+                for path in (*folder.glob("weights/*"), folder / "saved.json")
+            ]
+            for folder in new
+        }
+
+    def delete_peek(self, token: str) -> None:
+        """Delete what ranks saved for a request."""
+        shutil.rmtree(self.folder.peeks / token, ignore_errors=True)
 
     def signal(self, ranks: Collection[int], action: Action) -> None:
         """Have ranks interrupted, terminated or killed."""

@@ -21,6 +21,13 @@ PART = Part(
                        back (--optimizer WHICH, --group N)
 """,
         ),
+        "peek": Command(
+            "steering.commands:peek_magic",
+            """
+%nbtrain peek [RUN]    load the weights of a background run, as they are now, into the notebook's
+                       models; the training goes on
+""",
+        ),
     },
     shell_commands={
         "finish": Command(
@@ -36,6 +43,10 @@ PART = Part(
     },
     launch_side="steering.launch_side:SteeringLaunch",
     rank_side="steering.boundaries:SteeringRank",
-    provides={"finish": "steering.requests:finish", "turn": "steering.requests:turn"},
+    provides={
+        "finish": "steering.requests:finish",
+        "turn": "steering.requests:turn",
+        "peek": "steering.requests:peek",
+    },
     switch="steering",
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...part_api import RankContext
 from .finish import Finishing
+from .look import Looking
 from .orders import Action, Decided
 from .turn import TurnError, Turning
 
@@ -24,11 +25,15 @@ class Actions:
 
     def __init__(self, context: RankContext) -> None:
         self._finishing, self._turning = Finishing(context), Turning(context)
+        self._looking = Looking(context)
 
     def prepare(self, action: Action) -> Prepared:
         """Get ready for an action, and return what the launcher needs to decide about it."""
         if action.name == "finish":
             return Prepared(self._finishing.prepare())
+        if action.name == "peek":
+            refusal = self._looking.find_refusal()
+            return Prepared(detail=refusal, is_refused=bool(refusal))
         try:
             return Prepared(detail=self._turning.describe(action))
         except TurnError as error:
@@ -40,5 +45,7 @@ class Actions:
         """Carry out what all ranks carry out after this step."""
         if decided.action.name == "finish":
             self._finishing.apply(decided)
+        elif decided.action.name == "peek":
+            self._looking.apply(decided)
         else:
             self._turning.apply(decided.action)

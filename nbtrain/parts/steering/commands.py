@@ -46,6 +46,16 @@ def _finish(options: argparse.Namespace, by: str) -> str:
     return _describe(run, requests.finish(run, options.after, by))
 
 
+def peek_magic(typed: Typed) -> None:
+    """Load the weights of a run into the notebook's models, and print their step.
+
+    Raises `PlanError` if there is no such run, and `NbtrainError` as `Run.peek`.
+    """
+    run = find_run(typed.text)
+    answer = requests.peek(run, by="by %nbtrain peek")
+    print(f"{run.folder.name}: the notebook's models have the weights of step {answer.step:,}")
+
+
 def turn_magic(typed: Typed) -> None:
     """Turn settings from a cell, and print what became of the request, as `finish_magic`."""
     print(_turn(_parse(typed, add_turn_arguments), "by %nbtrain turn"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from ...lifecycle.run import find_run_with_models
 from ...part_api import (
     LOGGER,
     Companion,
@@ -18,6 +19,7 @@ from ...part_api import (
     LaunchSide,
     OrderWriter,
     RankState,
+    Run,
     RunFolder,
     RunState,
     clock,
@@ -29,7 +31,7 @@ from ...tracking.overview.run_progress import estimate_run
 from ...ui.displays.widget_controls import RunButton
 from . import requests
 from .agreement import Agreement
-from .limits import AGREEMENT_TIMEOUT_S
+from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S
 from .orders import STILL_TRAINS, Action, Asked, Decided, Orders
 
 
@@ -37,12 +39,17 @@ class SteeringLaunch(LaunchSide):
     """Has a run accept requests, if its ranks can carry them out at one step."""
 
     def buttons(self, folder: RunFolder) -> Sequence[RunButton]:
-        """Return the button Finish, for a run that can be steered."""
+        """Return the buttons Finish and Look, for a run that can be steered."""
         if not requests.can_be_steered(folder):
             return ()
-        press = partial(requests.write, folder, Action("finish"), "by the Finish button")
+        press = partial(_finish, folder)
         busy = partial(requests.active, action="finish")
-        return [RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy)]
+        buttons = [RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy)]
+        run = find_run_with_models(folder)  # in the background: while a cell waits, no other runs
+        if run is not None:
+            look = partial(_look, run)
+            buttons.append(RunButton("Look", "eye", _LOOK_TIP, "looking…", look, lambda _: False))
+        return buttons
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
@@ -72,6 +79,19 @@ _TIP = (
 )
 
 
+def _finish(folder: RunFolder) -> None:
+    requests.write(folder, Action("finish"), "by the Finish button")
+
+
+_LOOK_TIP = "Load the weights as they are now into the notebook's models; the training goes on"
+
+
+def _look(run: Run) -> str:
+    """Load the weights into the notebook's models; return of which step they are, for people."""
+    answer = requests.peek(run, by="by the Look button", timeout_s=ANSWER_TIMEOUT_S)
+    return f"The notebook's models have the weights of step {answer.step:,}."
+
+
 @dataclass
 class _Pending:
     """A request that is under way."""
@@ -90,7 +110,7 @@ class Steering(Companion):
     """Carries out the requests to one run, one after the other. Raises `OSError` on a full disk."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder.path
+        self._folder = folder
         self._orders = OrderWriter(folder.path)
         self._decided: tuple[Decided, ...] = ()
         self._applied: list[requests.Request] = []
@@ -104,7 +124,7 @@ class Steering(Companion):
 
     def attend(self, state: RunState) -> bool:
         """Take new requests, and bring the first of them on; return whether ranks wait for it."""
-        for request in requests.take(self._folder):
+        for request in requests.take(self._folder.path):
             self._accept(request)
         if state.attempt != self._attempt:
             self._begin_attempt(state.attempt)
@@ -174,16 +194,22 @@ class Steering(Companion):
             self._call_off(pending, refusals[0])
             return
         request, number = pending.request, pending.number
+        is_peek = request.action.name == "peek"
+        if is_peek and not (self._folder.peeks / request.token).exists():
+            self._call_off(pending, "nobody waits for it any more")
+            return
         self._decide(
             pending,
             Decided(
                 number,
                 request.action,
+                request.token,
                 is_applied=True,
                 ends_bars=len({each.bars for each in members}) == 1,
             ),
         )
-        self._applied.append(request)
+        if not is_peek:  # a new attempt trains other weights
+            self._applied.append(request)
         before = max(rank.steps_before for rank in state.ranks)
         step, detail = before + max(each.step for each in members), members[0].detail
         changed = f" ({detail} before)" if detail else ""
@@ -220,7 +246,7 @@ class Steering(Companion):
         request = pending.request
         token, action, by = request.token, request.action, request.by
         is_off = "called off, because " if status == "called off" else ""
-        text = f"{action.label} ({by}): {is_off}{what}"
+        text = f"{action.label or 'look'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
         event = ev.Steered(clock.now(), -1, pending.number, *values)
         self._news.append(event)

@@ -10,6 +10,9 @@ from typing import Any, Literal
 AFTER = ("step", "epoch")
 """What a training may finish after."""
 
+SAVED = "saved.json"
+"""The last file of a folder in `RunFolder.peeks`: why models are missing there, by name."""
+
 STILL_TRAINS = "finish-still-trains"
 """The code of the finding that nothing ended the training."""
 
@@ -22,7 +25,7 @@ gives the setting back to the training code."""
 class Action:
     """What all ranks do at the agreed step. Its values fit into JSON."""
 
-    name: Literal["finish", "turn"]
+    name: Literal["finish", "turn", "peek"]
     after: str = "step"
     """To finish: one of `AFTER`."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -34,9 +37,11 @@ class Action:
 
     @property
     def label(self) -> str:
-        """The action in a few words: ``finish``, ``lr 0.0003``."""
+        """What is changed, in a few words: ``finish``, ``lr 0.0003``; "" for nothing."""
         if self.name == "finish":
             return "finish" if self.after == "step" else f"finish after this {self.after}"
+        if self.name == "peek":
+            return ""
         return ", ".join(map(_describe_setting, self.settings.items()))
 
     @classmethod
@@ -44,7 +49,7 @@ class Action:
         """Return the action of a decoded record. Raises `ValueError` or `TypeError`."""
         settings = {str(name): _decode(value) for name, value in record["settings"].items()}
         action = cls(**{**record, "settings": settings})
-        if action.name not in ("finish", "turn") or action.after not in AFTER:
+        if action.name not in ("finish", "turn", "peek") or action.after not in AFTER:
             raise ValueError(f"{action} is unknown to this version of nbtrain")
         return action
 
@@ -82,6 +87,8 @@ class Decided:
 
     request: int
     action: Action
+    token: str = ""
+    """As in `requests.Request`."""
     is_applied: bool = False
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
+import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from ...lifecycle.run import load_peeked
 from ...part_api import (
+    POLL_INTERVAL_S,
     NbtrainError,
     PlanError,
     Run,
@@ -24,7 +30,7 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...system.files import read_regular
 from .limits import ANSWER_TIMEOUT_S
-from .orders import AFTER, Action, Setting
+from .orders import AFTER, SAVED, Action, Setting
 from .turn import TurnError, check
 
 _FOLDER = "requests"
@@ -56,7 +62,9 @@ def can_be_steered(folder: RunFolder) -> bool:
 def write(folder: RunFolder, action: Action, by: str) -> str:
     """Write a request into the folder of a run; return its token.
 
-    Raises `NbtrainError` if the run cannot be steered, and `OSError` on a full disk.
+    The request to look at the models also makes the folder that they are saved in: it counts while
+    that folder exists. Raises `NbtrainError` if the run cannot be steered, and `OSError` on a full
+    disk.
     """
     check_allowed("steering", "steering a run")
     folder.check_exists()
@@ -64,6 +72,8 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     if not can_be_steered(folder):
         raise NbtrainError(_NOT_STEERABLE)
     token = f"{time.time_ns()}-{secrets.token_hex(4)}"  # in the order of time
+    if action.name == "peek":
+        (folder.peeks / token).mkdir(mode=0o700, parents=True)
     data = json.dumps(asdict(Request(token, by, action))).encode()
     (folder.path / _FOLDER).mkdir(mode=0o700, exist_ok=True)
     write_atomically(folder.path / _FOLDER / f"{token}.json", data)
@@ -119,18 +129,67 @@ def _check_running(run: Run) -> None:
         raise NbtrainError(f"{run.folder.name} has ended already: {run.state.outcome}")
 
 
+def peek(
+    run: Run,
+    model: Any = None,
+    name: str | None = None,
+    by: str = "by run.peek()",
+    timeout_s: float = math.inf,
+) -> ev.Steered:
+    """Do what `Run.peek` does, and return the status of the request.
+
+    Waits up to `timeout_s` for the next step. Raises `NbtrainError` after that.
+    """
+    _check_running(run)
+    token = write(RunFolder(run.folder), Action("peek"), by)
+    folder = RunFolder(RunFolder(run.folder).peeks / token)
+    try:
+        answer = _wait_for_answer(run, token, timeout_s)
+        if answer is None or answer.status == "pending":
+            _check_running(run)
+            raise NbtrainError(f"{run.folder.name} made no step yet. Look again when it trains")
+        _wait_for_models(run, folder)
+        left_out = json.loads(read_regular(folder.path / SAVED))
+        for name, reason in left_out.items():
+            warnings.warn(f"`{name}` was not copied: {reason}", stacklevel=4)
+        load_peeked(run, folder, model, name)
+        return answer
+    finally:  # also after an interrupt: then the request is called off
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _wait_for_models(run: Run, folder: RunFolder) -> None:
+    """Wait until the models were saved. Raises `NbtrainError` if they will not be."""
+    of_run, attempt = RunFolder(run.folder), run.state.attempt
+    while not (folder.path / SAVED).exists():
+        if run.state.is_over or run.state.attempt != attempt:
+            raise NbtrainError(f"the ranks of {run.folder.name} ended before they saved the models")
+        if not folder.path.exists():
+            raise NbtrainError("the models could not be saved: the disk is full")
+        if of_run.questions.exists():  # the ranks are on other hosts
+            of_run.ask_remote("peeks", [0])
+        time.sleep(POLL_INTERVAL_S)
+
+
 def _ask(run: Run, action: Action, by: str) -> ev.Steered | None:
     """Make a request, and wait a moment for what becomes of it.
 
     Raises `NbtrainError` if it is called off, and what `write` raises.
     """
-    token = write(RunFolder(run.folder), action, by)
+    return _wait_for_answer(run, write(RunFolder(run.folder), action, by), ANSWER_TIMEOUT_S)
+
+
+def _wait_for_answer(run: Run, token: str, timeout_s: float) -> ev.Steered | None:
+    """Return what became of a request within a time, if it is known.
+
+    Raises `NbtrainError` if it is called off.
+    """
 
     def answers(state: RunState) -> list[ev.Steered]:
         return [s for s in state.steered if s.token == token]
 
     state = wait_for_state(
-        run, lambda state: any(s.status != "pending" for s in answers(state)), ANSWER_TIMEOUT_S
+        run, lambda state: any(s.status != "pending" for s in answers(state)), timeout_s
     )
     answer = next(iter(answers(state)), None)
     if answer is not None and answer.status == "called off":

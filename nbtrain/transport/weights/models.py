@@ -356,12 +356,12 @@ class ModelAtStart:
         A layer that PEFT puts into another one keeps its tensors, under longer names. A name whose
         tensor is gone stays as it is.
         """
-        names = self._find_earlier_names(model)
+        names = self.earlier_names(model)
         moved = {old for new, old in names.items() if new != old}
         rest = {name: value for name, value in by_name.items() if name not in moved}
         return rest | {new: by_name[old] for new, old in names.items() if old in by_name}
 
-    def _find_earlier_names(self, model: Any) -> dict[str, str]:
+    def earlier_names(self, model: Any) -> dict[str, str]:
         """Map the name now of each tensor that the model already had to its name at the start.
 
         Tensors that are new, also those that replaced one of the same name, are left out.
@@ -384,7 +384,7 @@ class ModelAtStart:
         """
         tensors, kinds = named_tensors(model), self._kinds
         optional = self._caches | transient_names(model)
-        here = {*tensors, *self._find_earlier_names(model).values()}
+        here = {*tensors, *self.earlier_names(model).values()}
         both = {n: t for n, t in tensors.items() if n in kinds and n not in optional}
         other = [n for n, t in both.items() if not _fits(t, kinds[n])]
         gone = [n for n in kinds if n not in here]

@@ -64,7 +64,8 @@ class ResultReceiver:
         }
         self._fingerprints = dict[str, Any]()
         self._namespace = namespace(plan.task)
-        self._has_received = False
+        self.has_received = False
+        """Whether `take` was called."""
         self._out = [name.removesuffix(OF_ALL) for name in plan.out]
         self._launch = _Launch({}, {}, ())
 
@@ -77,6 +78,11 @@ class ResultReceiver:
         for name, (kind, ref) in self._others.items():
             with contextlib.suppress(Exception):  # the library's: then changes are not noticed
                 self._fingerprints[name] = kind.fingerprint(ref())
+
+    def remember_loaded(self, values: Collection[Any]) -> None:
+        """Remember what these objects have now: it is of the run, not a change of the notebook."""
+        loaded = {n: v for n, v in self.objects().items() if any(v is other for other in values)}
+        self._launch.remember(loaded)
 
     def objects(self) -> dict[str, Any]:
         """Return the objects that are copied back and still exist, by name.
@@ -91,9 +97,9 @@ class ResultReceiver:
         Returns the run's state afterwards; from the second call on, `state` as it is. Writes an
         event for each value. Raises nothing: the state and a warning report what cannot be copied.
         """
-        if self._has_received:
+        if self.has_received:
             return state
-        self._has_received = True
+        self.has_received = True
         saved = [saved for rank in state.ranks for saved in rank.saved]
         lost = {sent.name for sent in saved if sent.lost}  # the run's error names them
         events = self._receive(folder, saved)
@@ -221,10 +227,17 @@ class _Launch:
         self, objects: Mapping[str, Any], namespace: Mapping[str, Any], out: Collection[str]
     ) -> None:
         self._fingerprints = dict[str, Any]()
+        self._read(objects)
+        self._values = {name: namespace.get(name) for name in out if name not in objects}
+
+    def _read(self, objects: Mapping[str, Any]) -> None:
         for name, value in objects.items():
             with contextlib.suppress(Exception):  # users' own classes may raise anything
                 self._fingerprints[name] = state_io.state_fingerprints(value)
-        self._values = {name: namespace.get(name) for name in out if name not in objects}
+
+    def remember(self, objects: Mapping[str, Any]) -> None:
+        """Remember the present state of objects, of those that are compared."""
+        self._read({n: value for n, value in objects.items() if n in self._fingerprints})
 
     def check_unchanged(self, name: str, value: Any, file: WeightReader) -> None:
         """Raise `NbtrainError` if the notebook has changed an object since the launch.
@@ -369,31 +382,35 @@ def load(
     receiver: ResultReceiver | None,
     target: Any,
     name: str | None,
+    call: str = "run.load",
 ) -> None:
     """Load weights that a run saved into `target`, or if it is None, the notebook's objects.
 
     The weights come from the run's folder; `receiver` knows the notebook's objects by name. `name`
-    chooses among several saved ones. Raises `NbtrainError`: the objects are unchanged then, unless
-    writing itself fails (`PartlyLoaded`).
+    chooses among several saved ones. `call` is what the user called. Raises `NbtrainError`: the
+    objects are unchanged then, unless writing itself fails (`PartlyLoaded`).
     """
     folder.check_exists()
     known = receiver.objects() if receiver is not None else {}
-    names = _select_weights(folder, known, target, name)
-    ready = {}
+    names = _select_weights(folder, known, target, name, call)
+    ready, targets = {}, []
     stamps = {sent.name: sent.stamp for rank in state.ranks for sent in rank.saved}
     with contextlib.ExitStack() as files:
         for each in names:  # all of them are checked before any is loaded
             into = known.get(each) if target is None else target
+            targets.append(into)
             with _only_nbtrain_errors(f"`{each}` was not loaded, and nothing changed: "):
                 file = _open_weights(folder, each, stamps, files, into)
                 ready[each] = state_io.prepare_load(file, into)
         for each, load_weights in ready.items():
             with _only_nbtrain_errors(f"`{each}`: "):
                 load_weights()
+    if receiver is not None:
+        receiver.remember_loaded(targets)
 
 
 def _select_weights(
-    folder: RunFolder, known: Mapping[str, Any], target: Any, name: str | None
+    folder: RunFolder, known: Mapping[str, Any], target: Any, name: str | None, call: str
 ) -> list[str]:
     """Return the names of the saved weights to load, at least one.
 
@@ -410,7 +427,7 @@ def _select_weights(
         wanted = [each for each in saved if _read_kind(folder, each) in kinds]
         if len(wanted) > 1:
             every = _join_names(wanted)
-            raise NbtrainError(f"this run saved {every}. Choose one: run.load(model, NAME)")
+            raise NbtrainError(f"this run saved {every}. Choose one: {call}(model, NAME)")
     is_unsaved = name not in saved if name is not None else target is not None and not wanted
     if not saved or is_unsaved:
         missing = name or next(iter(targets), None)
@@ -425,7 +442,7 @@ def _select_weights(
         )
     if target is None and not any(n in known for n in wanted):
         raise NbtrainError(
-            "the notebook's own objects are not in this kernel: pass one, run.load(model)"
+            f"the notebook's own objects are not in this kernel: pass one, {call}(model)"
         )
     return wanted
 

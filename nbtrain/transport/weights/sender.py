@@ -10,8 +10,8 @@ import contextlib
 import errno
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import NbtrainError
@@ -30,6 +30,7 @@ from ...system.instrumentation import patch
 from ...tracking import clock
 from ...tracking import events as ev
 from ...tracking.event_log import EventWriter
+from ...tracking.run_folder import RunFolder
 from .. import result_pickler
 from ..job import Job
 from ..limits import RESCUE_MAX_BYTES
@@ -46,7 +47,20 @@ from .models import (
     unwrap,
 )
 from .state_io import WeightFile, save, stamp
-from .tensors import fingerprints, shared_address, size_of
+from .tensors import fingerprints, shared_address, size_of, storage_address, to_cpu
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    """The tensors of a model as they were after a step, to be saved while the rank trains."""
+
+    tensors: Mapping[str, Any]
+    states: Mapping[str, Any]
+    """What a file has beside the tensors, see `state_io.extra_states`."""
+    before: Mapping[str, Any]
+    """The fingerprints from the start, by the names that the tensors have now."""
+    shared: Collection[str]
+    """The tensors that are left out, because the notebook has them in shared memory."""
 
 
 class ResultSender:
@@ -212,30 +226,109 @@ class ResultSender:
                     self._folder.weights_of(name).unlink(missing_ok=True)
         self._send_values()
 
+    @property
+    def returns_models(self) -> bool:
+        """Whether the notebook gets a model back."""
+        return any(map(is_model, self._objects.values()))
+
+    def copy_models(self) -> tuple[dict[str, ModelCopy], dict[str, str]]:
+        """Copy the models as they are now. Every rank must call this after the same step.
+
+        Returns, by name, the copies, in rank 0 only, and why others could not be copied. The copies
+        share no memory with the models, except frozen parameters of a model that trains others:
+        these are not copied. What was copied counts as changed for `send`, because the notebook
+        may have this copy by then.
+        """
+        copies, troubles = dict[str, ModelCopy](), dict[str, str]()
+        for name, model in self._objects.items():
+            if not is_model(model):
+                continue
+            try:
+                _reshard(model)
+                self._check_is_in_no_stage(model)
+                is_sharded = self._is_sharded(model)
+                tensors = self._gather_model(model) if is_sharded else named_tensors(model)
+                if self._rank == 0 and tensors:
+                    copies[name] = self._copy_model(name, tensors)
+            except Exception as error:  # as in `_reporting`
+                troubles[name] = _describe_trouble(error)
+        return copies, troubles
+
+    def _copy_model(self, name: str, tensors: Mapping[str, Any]) -> ModelCopy:
+        """Return a copy of a model, given its whole `tensors`; frozen ones are not copied."""
+        model, start = self._objects[name], self._at_start.get(name)
+        copy, own = self._read_model(name, tensors), named_tensors(model).values()
+        live = {0, *map(storage_address, own)}
+        is_trained = any(tensor.requires_grad for tensor in own)
+        frozen = {id(p) for p in model.parameters() if is_trained and not p.requires_grad}
+        here = {id(t): t if id(t) in frozen else to_cpu(t) for t in copy.tensors.values()}
+        copies = {
+            key: tensor.clone() if key not in frozen and storage_address(tensor) in live else tensor
+            for key, tensor in here.items()
+        }
+        earlier = start.earlier_names(model) if start is not None else {}
+        copied = {earlier.get(n, n) for n, t in copy.tensors.items() if id(t) not in frozen}
+        known = self._before[name].items()
+        self._before[name] = {n: mark for n, mark in known if n not in {*copied, *copy.states}}
+        return replace(copy, tensors={n: copies[id(t)] for n, t in copy.tensors.items()})
+
+    def save_copies(self, copies: Mapping[str, ModelCopy], folder: RunFolder) -> dict[str, str]:
+        """Save copies as the weights of a folder; return, by name, why others could not be saved.
+
+        A model that has not changed has no file. May be called in any thread.
+        """
+        troubles = dict[str, str]()
+        for name, copy in copies.items():
+            try:
+                content = self._find_changes(name, copy)
+                if content is not None:
+                    folder.weights.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    save(content, folder.weights_of(name))
+            except Exception as error:  # a full disk, a tensor of an unknown type
+                troubles[name] = _describe_trouble(error)
+        return troubles
+
     def _model_changes(
         self, name: str, tensors: Mapping[str, Any], *, entire: bool = False
     ) -> WeightFile | None:
         """Return what is sent of a model, given its whole `tensors`; None if nothing changed.
 
-        Tensors in memory that the notebook shares are left out: other ranks may train them still.
         With `entire`, has all other tensors if any changed. Raises `NbtrainError` for a tensor that
         no file can have.
+        """
+        return self._find_changes(name, self._read_model(name, tensors), entire=entire)
+
+    def _read_model(self, name: str, tensors: Mapping[str, Any]) -> ModelCopy:
+        """Return a model as it is now, given its whole `tensors`, which are not copied.
+
+        Tensors in memory that the notebook shares are left out: other ranks may train them still.
         """
         model, start = self._objects[name], self._at_start.get(name)
         shared = self._shared_names(tensors)
         before = {n: mark for n, mark in self._before[name].items() if n not in shared}
-        tensors = {n: tensor for n, tensor in tensors.items() if n not in shared}
-        about: dict[str, Any] = {}
         if start is not None:  # the model can be read
             before = start.move_to_current_names(before, model)
+        tensors = {n: tensor for n, tensor in tensors.items() if n not in shared}
+        return ModelCopy(tensors, state_io.extra_states(model), before, shared)
+
+    def _find_changes(
+        self, name: str, copy: ModelCopy, *, entire: bool = False
+    ) -> WeightFile | None:
+        """Return the content of a model's file. See `_model_changes`."""
+        model, start = self._objects[name], self._at_start.get(name)
+        about: dict[str, Any] = {}
+        if start is not None:  # the model can be read
             about = {"adapters": start.find_new_adapters(model), "remedy": ""}
             with contextlib.suppress(Exception):  # a model of an unknown kind gets no advice
                 if not self._is_in_parts(model) and (change := start.find_change(model)):
                     about["remedy"] = change.remedy
-        content = state_io.module_changes(model, tensors, before, entire=entire)
+        content = state_io.module_changes(
+            model, copy.tensors, copy.states, copy.before, entire=entire
+        )
         if content is None:
             return None
-        unchanged = {**content.about["unchanged"], **dict.fromkeys(shared, state_io.SHARED)}
+        shared = dict.fromkeys(copy.shared, state_io.SHARED)
+        unchanged = {**content.about["unchanged"], **shared}
         return replace(content, about={**content.about, **about, "unchanged": unchanged})
 
     def _shared_names(self, tensors: Mapping[Any, Any]) -> list[Any]:
@@ -305,8 +398,7 @@ class ResultSender:
         except _FolderError as error:
             self._report(name, **error.about, lost=name not in self._unasked)
         except Exception as error:  # a destroyed process group, a tensor of an unknown type
-            kind = "" if isinstance(error, NbtrainError) else f"{type(error).__name__}: "
-            self._report(name, trouble=f"{kind}{error}")
+            self._report(name, trouble=_describe_trouble(error))
 
     def _report(self, name: str, **about: Any) -> None:
         """Record that a value was saved, or with `trouble` why it was not."""
@@ -481,6 +573,10 @@ def _describe_settings(value: Any) -> str:
             return repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
         return repr(value.state_dict())
     return ""
+
+
+def _describe_trouble(error: Exception) -> str:
+    return str(error) if isinstance(error, NbtrainError) else f"{type(error).__name__}: {error}"
 
 
 class _FolderError(OSError):

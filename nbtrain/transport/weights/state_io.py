@@ -254,7 +254,7 @@ def _parts_with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Modul
     }
 
 
-def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return, as bytes, what a state_dict has beside the named tensors, by name in a file.
 
     Those are packed weights of quantized layers, and extra states. One that cannot be written, or
@@ -278,24 +278,24 @@ def _extra_states(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def contents(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return everything that a file can have of a module."""
-    return {**named_tensors(module), **_extra_states(module)}
+    return {**named_tensors(module), **extra_states(module)}
 
 
 def module_changes(
     module: torch.nn.Module,
     tensors: Mapping[str, torch.Tensor],
+    states: Mapping[str, torch.Tensor],
     before: Mapping[str, Any],
     *,
     entire: bool = False,
 ) -> WeightFile | None:
     """Return a file's content for a module whose fingerprints were `before`; None if all are equal.
 
-    `tensors` are its whole tensors, which are copied to the CPU if they changed. The content has
-    only those, if these are less than half of the bytes and `entire` is False. Otherwise it has all
-    tensors, and fits any such model. A tensor that went away counts as a change. Raises
-    `NbtrainError` for a changed tensor that no file can have.
+    `tensors` are its whole tensors, which are copied to the CPU if they changed, and `states` are
+    its `extra_states`. The content has only what changed, if that is less than half of the bytes
+    and `entire` is False. Otherwise it has all tensors, and fits any such model. A tensor that went
+    away counts as a change. Raises `NbtrainError` for a changed tensor that no file can have.
     """
-    states = _extra_states(module)
     tensors = {**tensors, **states}
     changed, same = _split_by_change(tensors, before)
     if not changed and same.keys() == before.keys():

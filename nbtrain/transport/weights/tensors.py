@@ -71,6 +71,16 @@ def shared_address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.is_shared() else 0  # type: ignore[no-untyped-call]
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory; for a sharded tensor, of this rank's part.
+
+    0 without memory, and for a tensor that is no block.
+    """
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    is_in_memory = not has_no_bytes(local) and is_block(local)
+    return local.untyped_storage().data_ptr() if is_in_memory else 0
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's shape; for a nested tensor, the shapes of its parts in succession.
 

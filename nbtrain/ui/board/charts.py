@@ -508,7 +508,7 @@ def _draw_epochs(
             side = "start" if x.place(step) < 0.7 else "end"
             labels.append(Label(x.place(step), CANVAS.top_px + 6, f"attempt {number}", side))
     for asked in state.steered:
-        if asked.step is not None and x.low < asked.step < x.high:
+        if asked.label and asked.step is not None and x.low < asked.step < x.high:
             drawn += draw([asked.step], 0.7, ' stroke-dasharray="6 3"')
             side = "start" if x.place(asked.step) < 0.7 else "end"
             label = shorten(asked.label, 24)

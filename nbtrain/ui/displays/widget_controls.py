@@ -34,7 +34,8 @@ class RunButton:
     tip: str
     busy_label: str
     """The label while it cannot be pressed."""
-    press: Callable[[], object]
+    press: Callable[[], str | None]
+    """Returns what the user should see, if anything."""
     is_busy: Callable[[RunState], object]
     """Whether the run does already what the button is for."""
 
@@ -181,7 +182,8 @@ class Controls:
         if widget.disabled:  # a second click was under way
             return
         try:
-            button.press()
+            if text := button.press():
+                self.panel.value = board.draw_preformatted(text)
             widget.description, widget.disabled = button.busy_label, True
             self._pressed[button.label] = self._drawn[1] if self._drawn is not None else 0.0
         except (NbtrainError, OSError) as error:

@@ -106,6 +106,23 @@ def test_a_cell_on_live_ranks_is_finished_and_the_next_one_trains(notebook: Note
     notebook.run("%nbtrain stop")
 
 
+def test_the_notebook_looks_at_a_model_on_live_ranks_again_and_again(notebook: Notebook) -> None:
+    notebook.run(DEFINES)
+    assert notebook.run("%nbtrain start -n 2").ename == ""
+    for _ in range(2):
+        notebook.run("before = model.weight.detach().clone()")
+        started = notebook.run(f"%%distributed --background --out model{LOOP}")
+        assert started.ename == "", started
+        out = notebook.run("%nbtrain peek")
+        assert "have the weights of step" in out.stdout, out
+        peeked = notebook.value("model.weight.tolist()")
+        assert notebook.value("before.tolist()") != peeked
+        notebook.run("nbtrain.last_run().finish(); nbtrain.last_run().wait()")
+        assert notebook.value(STATE)[0] == "succeeded"
+        assert notebook.value("model.weight.tolist()") != peeked
+    notebook.run("%nbtrain stop")
+
+
 def test_wrong_arguments_are_refused(notebook: Notebook) -> None:
     assert notebook.run("%nbtrain finish --after batch").ename == "PlanError"
     assert notebook.run("%nbtrain finish --now").ename == "PlanError"

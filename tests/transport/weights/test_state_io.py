@@ -120,7 +120,7 @@ def _trained(net: Net, *parts: torch.Tensor) -> WeightFile | None:
     with torch.no_grad():
         for part in parts:
             part += 1
-    return state_io.module_changes(net, named_tensors(net), before)
+    return state_io.module_changes(net, named_tensors(net), state_io.extra_states(net), before)
 
 
 def test_only_what_changed_is_sent(path: Path) -> None:

@@ -96,7 +96,7 @@ def test_it_is_saved_and_loaded_in_place(kind: str, is_parameter: bool, tmp_path
         pytest.skip(f"torch has no such parameter: {error}")
     before = fingerprints(named_tensors(trained))
     give(trained, KINDS[kind](2))
-    content = state_io.module_changes(trained, named_tensors(trained), before)
+    content = state_io.module_changes(trained, named_tensors(trained), {}, before)
     assert content is not None
     state_io.save(content, tmp_path / "model")
     extra = here.extra

@@ -88,6 +88,24 @@ def test_a_training_on_two_nodes_finishes_at_one_step(notebook: Notebook) -> Non
     assert notebook.value("bool((model.weight != before).any())")
 
 
+@pytest.mark.part("steering")
+def test_the_notebook_looks_at_a_model_that_trains_on_two_nodes(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
+    out = notebook.run(f"%%distributed -e ray --nodes 2 -n 4 --background\n{LOOP}", timeout=120)
+    assert not out.ename, out.traceback
+    for number in range(2):
+        looked = notebook.run("run = nbtrain.last_run(); step = run.peek()", timeout=60)
+        assert not looked.ename, (number, looked.traceback)
+    assert notebook.value("step") > 1
+    peeked = notebook.value("model.weight.tolist()")
+    assert notebook.value("before.tolist()") != peeked
+    asked = notebook.run("run.finish(); run.wait()", timeout=60)
+    assert not asked.ename, asked.traceback
+    assert notebook.value("model.weight.tolist()") != peeked
+    assert notebook.value("[s.status for s in run.state.steered]") == ["applied"] * 3
+    assert notebook.value("[*(run.folder / 'peeks').iterdir()]") == []
+
+
 def test_a_failure_is_raised_with_the_cells_line_and_the_next_run_works(notebook: Notebook) -> None:
     out = notebook.run(
         "%%distributed -e ray --nodes 2 -n 4\n"

@@ -1,0 +1,86 @@
+"""Copies the models of a rank after a step, for a notebook that looks at them as it trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from ...part_api import Observer, RankContext, RunFolder, hooks, write_atomically
+from .orders import SAVED, Decided
+
+
+class Looking(Observer):
+    """The copies of the models of a rank. All ranks copy what is sharded, the first saves it."""
+
+    purpose = "steering"
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._token = ""  # of a request that waits for the end of the present step
+
+    def find_refusal(self) -> str:
+        """Return why there is nothing to look at, for people; "" if there is a model."""
+        sender = self._context.sender
+        if sender is not None and sender.returns_models:
+            return ""
+        return (
+            "this run gives no model back to the notebook. Give its function the model as an "
+            "argument, or name the model in --out (`out`)"
+        )
+
+    def apply(self, decided: Decided) -> None:
+        """Copy the models after the present step."""
+        self._token = decided.token
+        if _is_in_outer_step():  # which changes the weights after the step that was agreed on
+            hooks.add(self, hooks.notify.on_step)
+        else:
+            self._copy()
+
+    def on_step(self, optimizer: Any) -> None:
+        """Copy the models once the outermost step has ended."""
+        if not _is_in_outer_step():
+            hooks.drop(self, hooks.notify.on_step)
+            self._copy()
+
+    def _copy(self) -> None:
+        """Copy the models. A thread saves the copies while the training goes on."""
+        sender, token = self._context.sender, self._token
+        assert sender is not None
+        copies, troubles = sender.copy_models()
+        if self._context.global_rank:
+            return
+        folder = RunFolder(self._context.job.folder.peeks / token)
+
+        def save() -> None:
+            try:
+                left_out = {**troubles, **sender.save_copies(copies, folder)}
+                folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_atomically(folder.path / SAVED, json.dumps(left_out).encode())
+            except OSError:  # a full disk: who waits for the folder sees that it is gone
+                shutil.rmtree(folder.path, ignore_errors=True)
+
+        try:
+            threading.Thread(target=save, name="nbtrain-look").start()
+        except RuntimeError:  # this process cannot start a thread
+            save()
+
+
+def _is_in_outer_step() -> bool:
+    """Return whether an optimizer makes its step within that of another one.
+
+    torch wraps the `step` of each optimizer in the function that is counted here.
+    """
+    wrappers = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        wrappers += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
+        frame = frame.f_back
+    return wrappers > 1
+
+
+_OPTIMIZER_FILE = "/torch/optim/optimizer.py"

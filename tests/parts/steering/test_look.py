@@ -1,0 +1,334 @@
+"""Weights that the notebook looks at while ranks train: those of one step, on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nbtrain
+from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.steering import requests
+from tests.support.runs import launch
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.part("steering")
+
+Weights = dict[str, torch.Tensor]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2)
+    return nn.Sequential(*layers)
+
+
+def tied_net() -> nn.Sequential:
+    model = net()
+    model[3] = nn.Linear(8, 8)
+    model[3].weight = model[2].weight
+    return model
+
+
+def partly_frozen_net() -> nn.Sequential:
+    model = net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def whole_state(model: nn.Module) -> Weights:
+    """Return copies of all tensors of a model; every rank must call it."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t.detach()).clone()
+        for name, t in model.state_dict().items()
+    }
+
+
+def batches() -> Iterator[torch.Tensor]:
+    """Yield batches, others on each rank, until the run is asked to finish."""
+    generator = torch.Generator().manual_seed(nbtrain.rank())
+    while not nbtrain.should_stop():
+        yield torch.randn(6, 4, generator=generator)
+        time.sleep(0.005)
+
+
+def fit(wrapped: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Weights]:
+    """Train, and return the weights after each step, which the first rank keeps."""
+    seen = []
+    for x in batches():
+        wrapped(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = whole_state(model)
+        seen.append(state if nbtrain.rank() == 0 else {})
+    return seen
+
+
+def in_ddp(model: nn.Module) -> list[Weights]:
+    torch.distributed.init_process_group("gloo")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return fit(wrapped, model, torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
+def alone(model: nn.Module) -> list[Weights]:
+    return fit(model, model, torch.optim.SGD(model.parameters(), lr=1e-2))
+
+
+def in_fsdp_2(model: nn.Module) -> list[Weights]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    return fit(model, model, torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
+def in_fsdp_1(model: nn.Module) -> list[Weights]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo")
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.Adam(wrapped.parameters(), lr=1e-2)
+    seen = []
+    for x in batches():
+        wrapped(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            seen.append({n: t.detach().clone() for n, t in model.state_dict().items()})
+    return seen
+
+
+def by_sharded_optimizer(model: nn.Module) -> list[Weights]:
+    """The inner optimizer of each rank trains a part, which the others get after its step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, that it is deprecated
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    torch.distributed.init_process_group("gloo")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    inner = torch.optim.Adam
+    return fit(wrapped, model, ZeroRedundancyOptimizer(model.parameters(), inner, lr=1e-2))
+
+
+TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[..., list[Weights]]]] = {
+    "ddp": (net, in_ddp),
+    "tied": (tied_net, in_ddp),
+    "partly frozen": (partly_frozen_net, in_ddp),
+    "fsdp 2": (net, in_fsdp_2),
+    "fsdp 1": (net, in_fsdp_1),
+    "a sharded optimizer": (net, by_sharded_optimizer),
+}
+
+
+def assert_equal(model: nn.Module, weights: Weights) -> None:
+    state = model.state_dict()
+    assert [*state] == [*weights]
+    assert [n for n in state if not torch.equal(state[n], weights[n])] == []
+
+
+def finish(run: nbtrain.Run) -> list[Weights]:
+    """Finish a run, and return the weights after each step."""
+    run.finish()
+    run.wait()
+    assert run.state.status == "succeeded", run.state.message
+    return run.results[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_notebook_gets_the_weights_of_one_step_while_the_ranks_go_on(name: str) -> None:
+    make, train = TRAININGS[name]
+    model = make()
+    run = launch(train, model, n=2, background=True)
+    peeked: dict[int, Weights] = {}
+    for _ in range(4):
+        step = run.peek()
+        peeked[step] = {n: t.clone() for n, t in model.state_dict().items()}
+    assert not run.state.is_over
+    seen = finish(run)
+    assert [*peeked] == sorted({*peeked})
+    assert len(peeked) == 4
+    for step, weights in peeked.items():
+        for each, tensor in seen[step - 1].items():
+            assert torch.equal(tensor, weights[each]), f"{each} of step {step}"
+    assert_equal(model, seen[-1])
+    assert not [each for each in run.state.loaded.values() if each.trouble]
+    assert [*(run.folder / "peeks").iterdir()] == []
+
+
+@pytest.mark.parametrize("options", [{"engine": "spawn"}, {"detach": True}])
+def test_spawned_and_detached_ranks_are_looked_at(options: dict[str, Any]) -> None:
+    model = net()
+    run = launch(alone, model, n=2, **({"background": True} | options))
+    step = run.peek()
+    weights = {n: t.clone() for n, t in model.state_dict().items()}
+    seen = finish(run)
+    assert [n for n, t in seen[step - 1].items() if not torch.equal(t, weights[n])] == []
+
+
+def test_another_kernel_looks_with_a_model_of_its_own() -> None:
+    model, other = net(), nn.Sequential(*net())
+    run = launch(alone, model, n=1, background=True)
+    there = nbtrain.Run.open(run.folder)
+    with pytest.raises(NbtrainError, match=r"run\.peek"):
+        there.peek()
+    with pytest.raises(NbtrainError, match="nothing changed"):
+        there.peek(nn.Linear(3, 3))
+    step = there.peek(other)
+    seen = finish(run)
+    assert_equal(other, seen[step - 1])
+    assert_equal(model, seen[-1])
+
+
+def test_what_the_notebook_changes_after_a_look_stays() -> None:
+    model = net()
+    run = launch(alone, model, n=1, background=True)
+    run.peek()
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    finish(run)
+    assert (model[0].weight == 7).all()
+    (loaded,) = run.state.loaded.values()
+    assert "changed it after the launch" in loaded.trouble
+
+
+def test_several_look_at_once() -> None:
+    model = net()
+    run = launch(in_ddp, model, n=2, background=True)
+    others = [net() for _ in range(3)]
+    steps = dict[int, int]()
+
+    def look(number: int) -> None:
+        steps[number] = nbtrain.Run.open(run.folder).peek(others[number])
+
+    threads = [threading.Thread(target=look, args=(n,)) for n in range(len(others))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = finish(run)
+    for number, other in enumerate(others):
+        assert_equal(other, seen[steps[number] - 1])
+
+
+def train_none(seconds: float) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches():
+        model(x).sum().backward()
+        optimizer.step()
+        time.sleep(seconds)
+
+
+def test_a_run_that_gives_no_model_back_is_not_looked_at() -> None:
+    run = launch(train_none, 0.0, n=1, background=True)
+    with pytest.raises(NbtrainError, match="gives no model"):
+        run.peek()
+    (asked,) = run.state.steered
+    assert asked.status == "called off"
+    run.finish()
+    run.wait()
+
+
+def test_a_look_that_nobody_waits_for_is_called_off() -> None:
+    model = net()
+    run = launch(late, model, n=1, background=True)
+    with pytest.raises(NbtrainError, match="made no step"):
+        requests.peek(run, timeout_s=0.3)
+    (run.folder / "go").touch()
+    wait_until(lambda: any(s.status == "called off" for s in run.state.steered))
+    assert [*(run.folder / "peeks").iterdir()] == []
+    finish(run)
+
+
+def late(model: nn.Module) -> list[Weights]:
+    import os
+    from pathlib import Path
+
+    while not Path(os.environ["NBTRAIN_RUN"], "go").exists():
+        time.sleep(0.01)
+    return alone(model)
+
+
+def test_a_run_that_ends_first_or_has_ended_is_told() -> None:
+    model = net()
+    run = launch(late, model, n=1, background=True)
+    errors = []
+
+    def look() -> None:
+        try:
+            run.peek()
+        except NbtrainError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    wait_until(lambda: run.state.steered)
+    run.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert errors
+    with pytest.raises(NbtrainError, match="ended already"):
+        run.peek()
+
+
+def fills_the_disk(model: nn.Module) -> list[Weights]:
+    from nbtrain.transport.weights import sender
+
+    def save(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    sender.save, before = save, sender.save
+    try:
+        return alone(model)
+    finally:
+        sender.save = before
+
+
+def test_weights_that_cannot_be_saved_are_told_and_the_run_goes_on() -> None:
+    model = net()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    run = launch(fills_the_disk, model, n=1, background=True)
+    with pytest.warns(UserWarning, match="No space left"), pytest.raises(NbtrainError):
+        run.peek()
+    assert_equal(model, before)
+    seen = finish(run)
+    assert_equal(model, seen[-1])
+
+
+def test_a_look_changes_nothing_in_the_training() -> None:
+    plain, looked_at = net(), net()
+    run = launch(in_ddp, looked_at, n=2, background=True)
+    for _ in range(3):
+        run.peek()
+    seen = finish(run)
+    run = launch(in_ddp, plain, n=2, background=True)
+    wait_until(lambda: (run.state.ranks[0].progress or seen) and _steps(run) >= len(seen))
+    others = finish(run)
+    assert_equal_states(others[len(seen) - 1], seen[-1])
+
+
+def _steps(run: nbtrain.Run) -> int:
+    progress = run.state.ranks[0].progress
+    return progress.steps if progress is not None else 0
+
+
+def assert_equal_states(left: Weights, right: Weights) -> None:
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def test_a_host_may_switch_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = launch(alone, net(), n=1, background=True)
+    with monkeypatch.context() as switched:
+        switched.setenv("NBTRAIN_DISABLE", "steering")
+        with pytest.raises(PlanError, match="switched off"):
+            run.peek()
+    finish(run)
