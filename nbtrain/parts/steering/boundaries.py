@@ -5,14 +5,50 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from dataclasses import dataclass
 
 from ...part_api import Observer, OrderReader, RankContext, RankSide, clock, hooks, undo_later
 from ...part_api import events as ev
 from . import limits
-from .actions import Actions
-from .orders import Asked, Decided, Orders
+from .finish import Finishing
+from .orders import Action, Asked, Decided, Orders
+from .turn import TurnError, Turning
 
 _NEVER = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank reports when it waits: fields of `events.StepBoundary`."""
+
+    bars: int = 0
+    detail: str = ""
+    is_refused: bool = False
+
+
+class Actions:
+    """The actions of one task."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._finishing, self._turning = Finishing(context), Turning(context)
+
+    def prepare(self, action: Action) -> Prepared:
+        """Get ready for an action, and return what the launcher needs to decide about it."""
+        if action.name == "finish":
+            return Prepared(self._finishing.prepare())
+        try:
+            return Prepared(detail=self._turning.describe(action))
+        except TurnError as error:
+            return Prepared(detail=str(error), is_refused=True)
+        except Exception as error:  # groups of other optimizers may hold anything
+            return Prepared(detail=f"{type(error).__name__}: {error}", is_refused=True)
+
+    def apply(self, decided: Decided) -> None:
+        """Carry out what all ranks carry out after this step."""
+        if decided.action.name == "finish":
+            self._finishing.apply(decided)
+        else:
+            self._turning.apply(decided.action)
 
 
 class StepBoundaries(Observer):

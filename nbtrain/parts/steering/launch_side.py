@@ -26,23 +26,28 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...planning.option_types import read_disabled
 from ...tracking.overview.run_progress import estimate_run
-from ...ui.displays.widget_controls import RunButton
+from ...ui.displays.widget_controls import PanelButton, RunButton
 from . import requests
 from .agreement import Agreement
 from .limits import AGREEMENT_TIMEOUT_S
 from .orders import STILL_TRAINS, Action, Asked, Decided, Orders
+from .panel import SettingsPanel, settings_of
 
 
 class SteeringLaunch(LaunchSide):
     """Has a run accept requests, if its ranks can carry them out at one step."""
 
-    def buttons(self, folder: RunFolder) -> Sequence[RunButton]:
-        """Return the button Finish, for a run that can be steered."""
+    def buttons(self, folder: RunFolder) -> Sequence[RunButton | PanelButton]:
+        """Return the buttons Finish and Settings, for a run that can be steered."""
         if not requests.can_be_steered(folder):
             return ()
         press = partial(requests.write, folder, Action("finish"), "by the Finish button")
         busy = partial(requests.active, action="finish")
-        return [RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy)]
+        make = partial(SettingsPanel, folder)
+        return [
+            RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy),
+            PanelButton("Settings", "sliders", *_SETTINGS_TIPS, settings_of, make),
+        ]
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
@@ -69,6 +74,11 @@ class SteeringLaunch(LaunchSide):
 _TIP = (
     "End the training after this step, as if its loop had come to its end; what follows it still "
     "runs, and the weights come back"
+)
+
+_SETTINGS_TIPS = (
+    "Change the learning rate and other settings on all ranks after the same step",
+    "Settings can be changed after the first step of an optimizer of torch",
 )
 
 
