@@ -19,7 +19,7 @@ from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport.job import Job
 from ..ui.displays.html_display import Display
-from ..ui.displays.widget_controls import RunButton
+from ..ui.displays.widget_controls import PanelButton, RunButton
 
 
 class CellPlace(Protocol):
@@ -120,7 +120,7 @@ class LaunchSide:
         """Return what shows a run instead of the `board`; None: the board."""
         return None
 
-    def buttons(self, folder: RunFolder) -> Sequence[RunButton]:
+    def buttons(self, folder: RunFolder) -> Sequence[RunButton | PanelButton]:
         """Return buttons for the board of a run that has started."""
         return ()
 
@@ -142,7 +142,7 @@ def launch_sides() -> tuple[LaunchSide, ...]:
     )
 
 
-def buttons(folder: RunFolder) -> list[RunButton]:
+def buttons(folder: RunFolder) -> list[RunButton | PanelButton]:
     """Return the parts' buttons for the board of a run that has started."""
     found = (
         attempt("the buttons of a part", partial(side.buttons, folder), ())

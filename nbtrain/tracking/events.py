@@ -480,6 +480,19 @@ class Steered(Event):
     """All of this for people."""
 
 
+SettingRow = tuple[int, str, str, float, float | None, float | None, bool, bool]
+"""A setting of a training: the number of its optimizer, or -1 for all of them and for a knob; a
+label for people; its name; the largest present value of the groups, to 4 digits; the bounds of a
+knob; whether the user has changed it; and whether groups have different values."""
+
+
+@dataclass(frozen=True)
+class SettingsSeen(Event, kind="settings"):
+    """The settings that a slider can change in the training of all ranks. Replaces the last one."""
+
+    settings: tuple[SettingRow, ...] = ()
+
+
 @dataclass(frozen=True)
 class Stopping(Event):
     """The launcher started to end the ranks."""

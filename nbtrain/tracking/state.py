@@ -302,6 +302,8 @@ class RankState:
     """What it displayed."""
     boundary: ev.StepBoundary | None = None
     """Where it waited, or waits, for the last request to steer the training."""
+    settings: tuple[ev.SettingRow, ...] = ()
+    """The settings that a slider can change; only the first rank reports them."""
 
     @property
     def is_over(self) -> bool:

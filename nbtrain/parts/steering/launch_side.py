@@ -28,27 +28,33 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...planning.option_types import read_disabled
 from ...tracking.overview.run_progress import estimate_run
-from ...ui.displays.widget_controls import RunButton
+from ...ui.displays.widget_controls import PanelButton, RunButton
 from . import requests
 from .agreement import Agreement
 from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S
 from .orders import STILL_TRAINS, Action, Asked, Decided, Orders
+from .panel import SettingsPanel, settings_of
 
 
 class SteeringLaunch(LaunchSide):
     """Has a run accept requests, if its ranks can carry them out at one step."""
 
-    def buttons(self, folder: RunFolder) -> Sequence[RunButton]:
-        """Return the buttons Finish and Look, for a run that can be steered."""
+    def buttons(self, folder: RunFolder) -> Sequence[RunButton | PanelButton]:
+        """Return the buttons Finish, Look and Settings, for a run that can be steered."""
         if not requests.can_be_steered(folder):
             return ()
-        press = partial(_finish, folder)
+        finish = partial(_finish, folder)
         busy = partial(requests.active, action="finish")
-        buttons = [RunButton("Finish", "flag-checkered", _TIP, "finishing…", press, busy)]
+        make = partial(SettingsPanel, folder)
+        buttons: list[RunButton | PanelButton] = [
+            RunButton("Finish", "flag-checkered", _TIP, "finishing…", finish, busy),
+            PanelButton("Settings", "sliders", *_SETTINGS_TIPS, settings_of, make),
+        ]
         run = find_run_with_models(folder)  # in the background: while a cell waits, no other runs
         if run is not None:
             look = partial(_look, run)
-            buttons.append(RunButton("Look", "eye", _LOOK_TIP, "looking…", look, lambda _: False))
+            button = RunButton("Look", "eye", _LOOK_TIP, "looking…", look, lambda _: False)
+            buttons.insert(1, button)
         return buttons
 
     def companion(
@@ -76,6 +82,11 @@ class SteeringLaunch(LaunchSide):
 _TIP = (
     "End the training after this step, as if its loop had come to its end; what follows it still "
     "runs, and the weights come back"
+)
+
+_SETTINGS_TIPS = (
+    "Change the learning rate and other settings on all ranks after the same step",
+    "Settings can be changed after the first step of an optimizer of torch",
 )
 
 

@@ -14,6 +14,16 @@ takes twice as long."""
 ANSWER_TIMEOUT_S = 3.0
 """For the ranks to carry out a request. After that, the caller continues."""
 
+MAX_SLIDERS = 16
+"""Settings that a board offers sliders for. The commands change all others, too."""
+
+MAX_SEPARATE_OPTIMIZERS = 4
+"""With more optimizers than this, one slider is for all of them: there may be one a parameter."""
+
+SLIDER_REST_S = 2.0
+"""How long a board leaves a slider where it was moved to: the user may still drag it, and the ranks
+need a moment to report the new value."""
+
 WAIT_POLL_S = 0.001
 """Between two readings of the bell by a rank that waits."""
 

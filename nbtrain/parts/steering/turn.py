@@ -6,12 +6,15 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from types import FrameType
 from typing import Any
 
-from ...part_api import Observer, RankContext, hooks, patch, undo_later
+from ...part_api import Observer, RankContext, clock, hooks, patch, undo_later
+from ...part_api import events as ev
 from ...worker.rank_context import Knob
+from .limits import MAX_SEPARATE_OPTIMIZERS, MAX_SLIDERS
 from .orders import Action, Setting
 
 _SETTINGS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0, "betas": 1.0}
@@ -117,12 +120,66 @@ class Turning(Observer):
         self._turned = weakref.WeakKeyDictionary()
         self._stepping: tuple[Any, FrameType] | None = None  # an optimizer, and what calls it
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-        hooks.add(self, hooks.notify.on_first_step)
+        self._reported: tuple[ev.SettingRow, ...] = ()
+        hooks.add(self, hooks.notify.on_first_step, hooks.notify.on_report)
         patch("fastai.optimizer:Optimizer", "step", self._step_fastai)
 
     def on_first_step(self, optimizer: Any) -> None:
         """Remember an optimizer in the order of first steps."""
         self._optimizers.append(weakref.ref(optimizer))
+        self.on_report()
+
+    def on_report(self) -> None:
+        """Report the settings that a slider can turn, if one has changed since the last report."""
+        if self._context.global_rank > 0:  # which has the same settings as the first
+            return
+        try:
+            rows = tuple(islice(self._rows(), MAX_SLIDERS))
+        except Exception:  # groups of other optimizers may hold anything, and so may a knob
+            return
+        if rows != self._reported:
+            self._reported = rows
+            self._context.writer.write(ev.SettingsSeen(clock.now(), self._context.rank, rows))
+
+    def _rows(self) -> Iterator[ev.SettingRow]:
+        """Yield the settings of optimizers, and the knobs with bounds."""
+        for number, label, groups in self._optimizers_with_groups():
+            for name in ("lr", "weight_decay"):
+                having = [each for each in groups if _is_readable(*each, name)]
+                values = {_round(self._present(*each, name)) for each in having}
+                is_turned = any((n, name) in self._turned.get(o, ()) for o, n in having)
+                if values and (max(values) > 0 or is_turned):
+                    shown = f"{name} · {label}" if label else name
+                    is_mixed = len(values) > 1
+                    yield number, shown, name, max(values), None, None, is_turned, is_mixed
+        for name, knob in list(self._context.knobs.items()):
+            if math.isinf(knob.low) or math.isinf(knob.high):
+                continue
+            is_whole, low, high = isinstance(knob.given, int), float(knob.low), float(knob.high)
+            if is_whole:
+                low, high = float(math.ceil(low)), float(math.floor(high))
+            value = int(knob.present) if is_whole else _round(knob.present)
+            if low < high:
+                yield -1, name, name, value, low, high, knob.turned is not None, False
+
+    def _optimizers_with_groups(self) -> Iterator[tuple[int, str, list[tuple[Any, int]]]]:
+        """Yield each optimizer's number, label and groups; of too many, all at once with -1."""
+        # An optimizer that another one uses for its step has the same groups. It steps first.
+        known: dict[int, tuple[int, Any]] = {}
+        for number, reference in enumerate(self._optimizers):
+            optimizer = reference()
+            if optimizer is not None and _groups_of(optimizer):
+                known[id(_groups_of(optimizer)[0])] = number, optimizer
+        found = [
+            (number, type(each).__name__, [(each, n) for n in range(len(_groups_of(each)))])
+            for number, each in known.values()
+        ]
+        if len(found) > MAX_SEPARATE_OPTIMIZERS:
+            found = [(-1, "", [group for _, _, groups in found for group in groups])]
+        kinds = [kind for _, kind, _ in found]
+        for number, kind, groups in found:
+            unique = kind if kinds.count(kind) == 1 else f"{number} {kind}"
+            yield number, unique if len(found) > 1 else "", groups
 
     def describe(self, action: Action) -> str:
         """Return the present values of what an action turns. Raises `TurnError` if it cannot."""
@@ -210,6 +267,7 @@ class Turning(Observer):
                 if value is not None:
                     new = _new_value(value, present)
                     turned[number, name] = _Turned(new, given, follows=name == "lr")
+        self.on_report()
 
     def _hook_into(self, optimizer: Any) -> None:
         """Have each step of an optimizer be made with the turned values, from now on."""
@@ -273,6 +331,24 @@ class Turning(Observer):
 def _groups_of(optimizer: Any) -> Sequence[Any]:
     """Return the parameter groups of an optimizer; fastai's are copies of its `hypers`."""
     return getattr(optimizer, "hypers", None) or optimizer.param_groups  # type: ignore[no-any-return]
+
+
+def _is_readable(optimizer: Any, number: int, name: str) -> bool:
+    """Return whether a group has a setting that can be read without waiting for a GPU."""
+    value = _groups_of(optimizer)[number].get(name)
+    on_cpu = getattr(getattr(value, "device", None), "type", "") == "cpu"
+    return on_cpu or isinstance(value, (int, float))
+
+
+def _round(value: Any) -> float:
+    """Return a number with 4 digits, so that a slow schedule changes it seldom.
+
+    Raises `ValueError` or `TypeError` for what is no finite number.
+    """
+    number = float(f"{float(value):.4g}")
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not finite")
+    return number
 
 
 def _new_value(value: Setting, present: Value) -> Value:

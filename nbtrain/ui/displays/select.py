@@ -21,14 +21,14 @@ from .html_display import Display, HtmlDisplay, ipython_shell, is_marimo
 from .rank_outputs import WithOutputs
 from .terminal import TableDisplay, TextDisplay, can_redraw
 from .widget_board import WidgetDisplay
-from .widget_controls import RunButton
+from .widget_controls import PanelButton, RunButton
 
 
 def choose(
     view: str,
     stop: Callable[[], None] = lambda: None,
     stacks: Callable[[], object] = lambda: "",
-    buttons: Callable[[], Sequence[RunButton]] = tuple,
+    buttons: Callable[[], Sequence[RunButton | PanelButton]] = tuple,
     *,
     inline: bool = False,
     is_background: bool = False,

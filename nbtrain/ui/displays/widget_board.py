@@ -13,7 +13,7 @@ from .. import limits, run_texts
 from ..board import board
 from .html_display import Display, Pace, bundle, show
 from .kernel_comms import Pump
-from .widget_controls import Controls, RunButton
+from .widget_controls import Controls, PanelButton, RunButton
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -41,7 +41,7 @@ class WidgetDisplay(Display):
         pump: Pump | None,
         stop: Callable[[], None],
         stacks: Callable[[], object],
-        buttons: Callable[[], Sequence[RunButton]] = tuple,
+        buttons: Callable[[], Sequence[RunButton | PanelButton]] = tuple,
     ) -> None:
         self._pump = pump
         self._stop, self._stacks, self._buttons = stop, stacks, buttons

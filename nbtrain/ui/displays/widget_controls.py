@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ...errors import NbtrainError
+from ...tracking.launch_log import attempt
 from ...tracking.limits import MAX_SINGLE_RANKS
 from ...tracking.state import RunState
 from .. import card, limits
@@ -40,6 +41,31 @@ class RunButton:
     """Whether the run does already what the button is for."""
 
 
+class PanelView(Protocol):
+    """What a `PanelButton` shows: `widget`, with all that it shows among its children."""
+
+    widget: Any
+
+    def follow(self, state: RunState, now: float) -> None:
+        """Update the widget. Called at each drawing while it is shown; `now` is in seconds."""
+
+
+@dataclass(frozen=True)
+class PanelButton:
+    """A button of a part, beside Stop, that shows a panel below the title and hides it again."""
+
+    label: str
+    icon: str
+    """As in `RunButton`."""
+    tip: str
+    early_tip: str
+    """The tip while the panel has nothing to show."""
+    is_ready: Callable[[RunState], object]
+    """Whether the panel has something to show."""
+    make: Callable[[], PanelView]
+    """Makes the panel. Called when the button is pressed for the first time."""
+
+
 class Controls:
     """Buttons, and menus that the button ⋯ shows.
 
@@ -51,7 +77,7 @@ class Controls:
         self,
         stop: Callable[[], None],
         stacks: Callable[[], object],
-        buttons: Sequence[RunButton] = (),
+        buttons: Sequence[RunButton | PanelButton] = (),
     ) -> None:
         import ipywidgets
 
@@ -77,11 +103,21 @@ class Controls:
         self._of_parts = [
             (each, new(description=each.label, icon=each.icon, tooltip=each.tip))
             for each in buttons
+            if isinstance(each, RunButton)
         ]
         self._pressed: dict[str, float] = {}  # when, by label
         for each, button in self._of_parts:
             button.on_click(partial(self._on_part, each))
-        of_parts = [button for _, button in self._of_parts]
+        new = partial(ipywidgets.ToggleButton, disabled=True, layout=width)
+        self._panels = [
+            (each, new(description=each.label, icon=each.icon, tooltip=each.early_tip))
+            for each in buttons
+            if isinstance(each, PanelButton)
+        ]
+        self._views: dict[str, PanelView] = {}  # by label
+        for _, button in self._panels:
+            button.observe(self._on_choice, "value")
+        of_parts = [button for _, button in (*self._of_parts, *self._panels)]
         row = [self._button, *of_parts, self._stacks_button, self._dots]
         self.row = ipywidgets.HBox(row, layout={"flex": "0 0 auto", "align_self": "flex-start"})
         self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
@@ -125,6 +161,8 @@ class Controls:
         self._drawn = state, now
         if self._dots.value or self._menus:
             self._update_menus(state)
+        menus = [*self._menus.values(), self._image_button] if self._dots.value else []
+        self._show_below([*menus, *self._follow_panels(state, now)])
         # The attempt before was stopped; this one can be stopped, too.
         if state.attempt != self._attempt:
             self._attempt, self._stopping = state.attempt, False
@@ -139,10 +177,7 @@ class Controls:
             button.disabled = is_busy or stopping
 
     def _update_menus(self, state: RunState) -> None:
-        """Offer the present choices, and show the menus while ⋯ is pressed.
-
-        A menu with a single choice is not made.
-        """
+        """Offer the present choices. A menu with a single choice is not made."""
         talkers = [f"rank {rank.rank}" for rank in state.ranks if rank.log]
         offered = {
             "chart": [_AUTOMATIC, *list(state.curves.all)[: limits.MAX_DRAWN_RANKS]],
@@ -156,9 +191,35 @@ class Controls:
             if name not in self._menus:
                 self._menus[name] = self._make_menu(name, *options)
             _set_options(self._menus[name], options)
-        wanted = [*self._menus.values(), self._image_button] if self._dots.value else []
-        if wanted != list(self.more.children):
-            self.more.children = wanted
+
+    def _follow_panels(self, state: RunState, now: float) -> list[Any]:
+        """Update the buttons of panels and the open panels; return the widgets of the latter.
+
+        A panel of a part that fails is not shown.
+        """
+        found = (
+            attempt("a panel of a part", partial(self._follow_panel, *each, state, now), None)
+            for each in self._panels
+        )
+        return [widget for widget in found if widget is not None]
+
+    def _follow_panel(self, panel: PanelButton, button: Any, state: RunState, now: float) -> Any:
+        """Update a panel and its button; return the panel's widget, or None if it is hidden."""
+        is_ready = bool(panel.is_ready(state))
+        button.disabled = not (is_ready or button.value)
+        button.tooltip = panel.tip if is_ready else panel.early_tip
+        if not button.value:
+            return None
+        if panel.label not in self._views:
+            self._views[panel.label] = panel.make()
+        view = self._views[panel.label]
+        view.follow(state, now)
+        return view.widget
+
+    def _show_below(self, widgets: list[Any]) -> None:
+        """Show menus and panels below the title."""
+        if widgets != list(self.more.children):
+            self.more.children = widgets
 
     def widgets(self) -> list[Any]:
         """Return all widgets, also those that are not shown yet."""
@@ -167,6 +228,7 @@ class Controls:
             *self.row.children,
             self.more,
             *self._menus.values(),
+            *(view.widget for view in self._views.values()),
             self._image_button,
             self.panel,
         ]

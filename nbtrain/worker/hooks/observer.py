@@ -89,6 +89,9 @@ class Observer:
     def on_bar(self, number: int, closed: bool, shown: Mapping[str, Any]) -> None:
         """A bar of tqdm's or fastprogress' has moved; `shown` are fields of `events.Progress`."""
 
+    def on_report(self) -> None:
+        """The counts of the training are about to be reported: twice a second at most."""
+
     def on_training_end(self, wait: bool) -> None:
         """The training has ended. With `wait`, wait for values that are copied to the host."""
 
@@ -138,6 +141,7 @@ class Events:
     on_trainer_progress = Event(Observer.on_trainer_progress)
     on_lightning_epoch = Event(Observer.on_lightning_epoch)
     on_bar = Event(Observer.on_bar)
+    on_report = Event(Observer.on_report)
     on_training_end = Event(Observer.on_training_end)
 
 

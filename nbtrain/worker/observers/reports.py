@@ -18,7 +18,7 @@ from ...tracking import clock
 from ...tracking import events as ev
 from .. import limits
 from ..device_scalars import captures
-from ..hooks import Observer
+from ..hooks import Observer, notify
 from ..hooks.guard import telemetry
 from ..rank_context import RankContext
 
@@ -84,6 +84,7 @@ class TrainingReports(Observer):
             self._scalars.deliver()
             for meter in self._meters:
                 meter.refresh()
+            notify.on_report()
             self._report(now, "interval")
 
     @telemetry

@@ -116,7 +116,7 @@ def test_a_fault_in_one_observer_stops_that_one_alone(
 
 
 def test_each_event_is_told_of_by_something() -> None:
-    of_the_rank = {hooks.notify.on_training_end}
+    of_the_rank = {hooks.notify.on_report, hooks.notify.on_training_end}
     assert set(EVENTS) - set(hooks._WATCH) == of_the_rank
 
 
