@@ -42,7 +42,7 @@ PART = Part(
         ),
     },
     launch_side="steering.launch_side:SteeringLaunch",
-    rank_side="steering.boundaries:SteeringRank",
+    rank_side="steering.ranks.boundaries:SteeringRank",
     provides={
         "finish": "steering.requests:finish",
         "turn": "steering.requests:turn",

@@ -31,7 +31,7 @@ from ...part_api import events as ev
 from ...system.files import read_regular
 from .limits import ANSWER_TIMEOUT_S
 from .orders import AFTER, SAVED, Action, Setting
-from .turn import TurnError, check
+from .settings import TurnError, check
 
 _FOLDER = "requests"
 """The folder of the files, within that of the run."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ...part_api import Observer, patch
+from ....part_api import Observer, patch
 
 
 class _Loop:

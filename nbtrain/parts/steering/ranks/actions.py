@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...part_api import RankContext
+from ....part_api import RankContext
+from ..orders import Action, Decided
+from ..settings import TurnError
 from .finish import Finishing
 from .look import Looking
-from .orders import Action, Decided
-from .turn import TurnError, Turning
+from .turn import Turning
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...part_api import Observer, patch, replace, when_imported
+from ....part_api import Observer, patch, replace, when_imported
 
 
 class Trainers(Observer):

@@ -6,11 +6,11 @@ import contextlib
 import sys
 import time
 
-from ...part_api import Observer, OrderReader, RankContext, RankSide, clock, hooks, undo_later
-from ...part_api import events as ev
-from . import limits
+from ....part_api import Observer, OrderReader, RankContext, RankSide, clock, hooks, undo_later
+from ....part_api import events as ev
+from .. import limits
+from ..orders import Asked, Decided, Orders
 from .actions import Actions
-from .orders import Asked, Decided, Orders
 
 _NEVER = sys.maxsize
 

@@ -7,13 +7,13 @@ import threading
 from types import FrameType
 from typing import Any
 
-from ...part_api import Finding, Observer, RankContext, hooks, patch
-from ...part_api import events as ev
-from ...worker.hooks.batches import LoaderPass
-from ...worker.observers.totals.loops import ends_with_loader
+from ....part_api import Finding, Observer, RankContext, hooks, patch
+from ....part_api import events as ev
+from ....worker.hooks.batches import LoaderPass
+from ....worker.observers.totals.loops import ends_with_loader
+from ..limits import MAX_EMPTY_PASSES
+from ..orders import STILL_TRAINS, Decided
 from .bars import BarLoops
-from .limits import MAX_EMPTY_PASSES
-from .orders import STILL_TRAINS, Decided
 from .trainers import Trainers
 
 _EMPTY_EPOCHS = Finding(

@@ -6,62 +6,17 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
 
-from ...part_api import Observer, RankContext, clock, hooks, patch, undo_later
-from ...part_api import events as ev
-from ...worker.rank_context import Knob
-from .limits import MAX_SEPARATE_OPTIMIZERS, MAX_SLIDERS
-from .orders import Action, Setting
-
-_SETTINGS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0, "betas": 1.0}
-"""The settings of optimizers that can be turned, and the bound that they must be below."""
-
-Value = float | tuple[float, float]
-
-
-class TurnError(ValueError):
-    """A setting cannot be turned so. The text is for people."""
-
-
-def check(settings: Mapping[str, Setting]) -> None:
-    """Raise `TurnError` for a value that no training can have."""
-    if not settings:
-        raise TurnError("nothing to turn: give a setting with its new value, such as lr=3e-4")
-    for name, value in settings.items():
-        if isinstance(value, str) and name != "betas":
-            _factor(name, value)
-        elif value is not None:
-            _check_numbers(name, value)
-
-
-def _check_numbers(name: str, value: Any) -> None:
-    """Raise `TurnError` unless a value is a number within the bounds of its setting; betas two."""
-    numbers: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
-    if len(numbers) != (2 if name == "betas" else 1):
-        kind = "two numbers" if name == "betas" else "a number"
-        raise TurnError(f"{name} must be {kind}, not {value!r}")
-    for number in numbers:
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number):
-            raise TurnError(f"{name} must be a finite number, not {number!r}")
-        if name in _SETTINGS and not 0 <= number < _SETTINGS[name]:
-            most = "" if _SETTINGS[name] == math.inf else f" and below {_SETTINGS[name]:g}"
-            raise TurnError(f"{name} must be at least 0{most}, not {number:g}")
-
-
-def _factor(name: str, text: str) -> float:
-    """Return the factor of ``*0.5`` or ``/3``. Raises `TurnError`."""
-    try:
-        number = float(text[1:])
-        if text[:1] in ("*", "/") and math.isfinite(number) and number > 0:
-            return number if text[0] == "*" else 1 / number
-    except ValueError:
-        pass
-    raise TurnError(f"{name} must be a number, or a factor such as '*0.5' or '/3', not {text!r}")
+from ....part_api import Observer, RankContext, clock, hooks, patch, undo_later
+from ....part_api import events as ev
+from ....worker.rank_context import Knob
+from ..limits import MAX_SEPARATE_OPTIMIZERS, MAX_SLIDERS
+from ..orders import Action, Setting
+from ..settings import SETTINGS, TurnError, Value, check, factor
 
 
 class _Turned:
@@ -209,8 +164,8 @@ class Turning(Observer):
         Raises `TurnError` without one. A group without the setting, or whose learning rate is
         0, is left out if there are others.
         """
-        if name not in _SETTINGS:
-            known = ", ".join([*_SETTINGS, *self._context.knobs])
+        if name not in SETTINGS:
+            known = ", ".join([*SETTINGS, *self._context.knobs])
             raise TurnError(f"nothing here is called {name!r}; what can be turned: {known}")
         chosen = [
             (optimizer, number)
@@ -357,7 +312,7 @@ def _new_value(value: Setting, present: Value) -> Value:
         assert value is not None
         return value
     assert not isinstance(present, tuple)
-    return present * _factor("it", value)
+    return present * factor("it", value)
 
 
 def _check_knob(name: str, knob: Knob, value: Setting) -> float:

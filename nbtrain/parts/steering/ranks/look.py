@@ -9,8 +9,8 @@ import threading
 from types import FrameType
 from typing import Any
 
-from ...part_api import Observer, RankContext, RunFolder, hooks, write_atomically
-from .orders import SAVED, Decided
+from ....part_api import Observer, RankContext, RunFolder, hooks, write_atomically
+from ..orders import SAVED, Decided
 
 
 class Looking(Observer):
