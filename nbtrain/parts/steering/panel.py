@@ -24,7 +24,7 @@ def settings_of(state: RunState) -> tuple[ev.SettingRow, ...]:
 
 
 class SettingsPanel:
-    """One slider for each setting, and the answer to the last request."""
+    """One slider for each setting, and why the last request was called off."""
 
     def __init__(self, folder: RunFolder) -> None:
         import ipywidgets
@@ -32,7 +32,7 @@ class SettingsPanel:
         self._folder = folder
         self._sliders: dict[tuple[Any, ...], _Slider] = {}
         self._answer = ipywidgets.Label()
-        self.widget = ipywidgets.VBox((self._answer,), layout={"width": "100%"})
+        self.widget = ipywidgets.VBox((), layout={"width": "100%"})
 
     def follow(self, state: RunState, now: float) -> None:
         """Show the present settings, and what became of requests. `now` is in seconds."""
@@ -44,14 +44,15 @@ class SettingsPanel:
             if slider := self._sliders.get(key):
                 slider.turn = partial(self._turn, optimizer, name)
                 slider.is_mixed, slider.back.disabled = is_mixed, not is_turned
-                self._show_answer(slider, state, now)
+                self._take_answer(slider, state, now)
                 slider.follow(value, low, high, now)
                 hidden.discard(key)
         for key, slider in self._sliders.items():
             slider.row.layout.display = "none" if key in hidden else None
-        rows = tuple(slider.row for slider in self._sliders.values())
-        if (*rows, self._answer) != self.widget.children:
-            self.widget.children = (*rows, self._answer)
+        shown = [slider.row for slider in self._sliders.values()]
+        shown += [self._answer] if self._answer.value else []
+        if shown != list(self.widget.children):
+            self.widget.children = shown
 
     def _turn(self, optimizer: int, name: str, value: Setting) -> str:
         """Request a new value, and return the token of the request; show why it is impossible."""
@@ -63,14 +64,13 @@ class SettingsPanel:
             self._answer.value = str(error)
             return ""
 
-    def _show_answer(self, slider: _Slider, state: RunState, now: float) -> None:
-        """Show the status of a slider's request, and release the slider if it is decided."""
+    def _take_answer(self, slider: _Slider, state: RunState, now: float) -> None:
+        """Release a slider whose request is decided; show why a request was called off."""
         answer = next((s for s in state.steered if s.token == slider.token), None)
-        if slider.token and answer is not None:
-            self._answer.value = answer.text
-            if answer.status != "pending":
-                rest_s = limits.SLIDER_REST_S if answer.status == "applied" else 0.0
-                slider.token, slider.rests_until = "", now + rest_s
+        if slider.token and answer is not None and answer.status != "pending":
+            is_applied = answer.status == "applied"
+            self._answer.value = "" if is_applied else answer.text
+            slider.token, slider.rests_until = "", now + is_applied * limits.SLIDER_REST_S
 
 
 class _Slider:
@@ -90,7 +90,7 @@ class _Slider:
             "description": label,
             "continuous_update": False,
             "style": {"description_width": "160px"},
-            "layout": {"width": "460px"},
+            "layout": {"flex": "1 1 300px", "max_width": "460px"},
         }
         if low is None or high is None:
             middle = round(math.log10(value))
@@ -108,7 +108,8 @@ class _Slider:
             description="back", tooltip=tip, disabled=True, layout={"width": "auto"}
         )
         self.back.on_click(lambda _: self._request(None))
-        self.row = ipywidgets.HBox((self._slider, self.back))
+        layout = {"flex_flow": "row wrap"}
+        self.row = ipywidgets.HBox((self._slider, self.back), layout=layout)
 
     def follow(self, value: float, low: float | None, high: float | None, now: float) -> None:
         """Move to the present value, unless the user moved the slider, or it moved just now."""

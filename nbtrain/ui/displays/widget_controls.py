@@ -119,7 +119,8 @@ class Controls:
             button.observe(self._on_choice, "value")
         of_parts = [button for _, button in (*self._of_parts, *self._panels)]
         row = [self._button, *of_parts, self._stacks_button, self._dots]
-        self.row = ipywidgets.HBox(row, layout={"flex": "0 0 auto", "align_self": "flex-start"})
+        layout = {"flex": "0 1 auto", "flex_flow": "row wrap", "align_self": "flex-start"}
+        self.row = ipywidgets.HBox(row, layout=layout)
         self.more = ipywidgets.HBox((), layout={"flex_flow": "row wrap"})
 
     def _make_menu(self, name: str, *options: str) -> Any:
@@ -162,7 +163,9 @@ class Controls:
         if self._dots.value or self._menus:
             self._update_menus(state)
         menus = [*self._menus.values(), self._image_button] if self._dots.value else []
-        self._show_below([*menus, *self._follow_panels(state, now)])
+        below = [*menus, *self._follow_panels(state, now)]
+        if below != list(self.more.children):
+            self.more.children = below
         # The attempt before was stopped; this one can be stopped, too.
         if state.attempt != self._attempt:
             self._attempt, self._stopping = state.attempt, False
@@ -210,16 +213,10 @@ class Controls:
         button.tooltip = panel.tip if is_ready else panel.early_tip
         if not button.value:
             return None
-        if panel.label not in self._views:
-            self._views[panel.label] = panel.make()
-        view = self._views[panel.label]
+        view = self._views.get(panel.label) or panel.make()
+        self._views[panel.label] = view
         view.follow(state, now)
         return view.widget
-
-    def _show_below(self, widgets: list[Any]) -> None:
-        """Show menus and panels below the title."""
-        if widgets != list(self.more.children):
-            self.more.children = widgets
 
     def widgets(self) -> list[Any]:
         """Return all widgets, also those that are not shown yet."""

@@ -82,7 +82,8 @@ class Turning(Observer):
     def on_first_step(self, optimizer: Any) -> None:
         """Remember an optimizer in the order of first steps."""
         self._optimizers.append(weakref.ref(optimizer))
-        self.on_report()
+        if len(self._optimizers) <= MAX_SEPARATE_OPTIMIZERS:  # each of more would read them all
+            self.on_report()
 
     def on_report(self) -> None:
         """Report the settings that a slider can turn, if one has changed since the last report."""
@@ -101,20 +102,18 @@ class Turning(Observer):
         for number, label, groups in self._optimizers_with_groups():
             for name in ("lr", "weight_decay"):
                 having = [each for each in groups if _is_readable(*each, name)]
-                values = {_round(self._present(*each, name)) for each in having}
+                present = [self._present(*each, name) for each in having]
+                values = {value for value in present if not isinstance(value, tuple)}
                 is_turned = any((n, name) in self._turned.get(o, ()) for o, n in having)
                 if values and (max(values) > 0 or is_turned):
                     shown = f"{name} · {label}" if label else name
-                    is_mixed = len(values) > 1
-                    yield number, shown, name, max(values), None, None, is_turned, is_mixed
+                    value, is_mixed = _round(max(values)), len(values) > 1
+                    yield number, shown, name, value, None, None, is_turned, is_mixed
         for name, knob in list(self._context.knobs.items()):
-            if math.isinf(knob.low) or math.isinf(knob.high):
-                continue
-            is_whole, low, high = isinstance(knob.given, int), float(knob.low), float(knob.high)
-            if is_whole:
-                low, high = float(math.ceil(low)), float(math.floor(high))
-            value = int(knob.present) if is_whole else _round(knob.present)
-            if low < high:
+            if -math.inf < knob.low < knob.high < math.inf:
+                value, low, high = _round(knob.present), float(knob.low), float(knob.high)
+                if isinstance(knob.given, int):
+                    value, low, high = int(knob.present), math.ceil(low), math.floor(high)
                 yield -1, name, name, value, low, high, knob.turned is not None, False
 
     def _optimizers_with_groups(self) -> Iterator[tuple[int, str, list[tuple[Any, int]]]]:
@@ -296,14 +295,8 @@ def _is_readable(optimizer: Any, number: int, name: str) -> bool:
 
 
 def _round(value: Any) -> float:
-    """Return a number with 4 digits, so that a slow schedule changes it seldom.
-
-    Raises `ValueError` or `TypeError` for what is no finite number.
-    """
-    number = float(f"{float(value):.4g}")
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is not finite")
-    return number
+    """Return a number with 4 digits, so that a slow schedule changes it seldom."""
+    return float(f"{float(value):.4g}")
 
 
 def _new_value(value: Setting, present: Value) -> Value:
