@@ -58,6 +58,8 @@ class RunInfo:
     """``train(model)``, or the name that the user chose."""
     result: str = ""
     """A short form of the return value of rank 0."""
+    changes: tuple[str, ...] = ()
+    """As in `run.summary()`: what the user changed in the training, and when."""
     lately: tuple[float, ...] = ()
     """The last values of the main metric of rank 0."""
     clock_offset: float | None = None
@@ -71,7 +73,8 @@ def run_info(folder: RunFolder) -> RunInfo:
     """
     manifest = folder.read_manifest()
     state = initial_state(manifest, folder.manifest)
-    ended = [e for e in _tail(folder.launcher_events) if isinstance(e, ev.Finished)]
+    of_launcher = _tail(folder.launcher_events)
+    ended = [e for e in of_launcher if isinstance(e, ev.Finished)]
     if ended:
         status, flaw = ended[-1].status, strip_escapes(ended[-1].flaw, 200)
         seconds = max(0.0, ended[-1].time - state.created)
@@ -102,6 +105,11 @@ def run_info(folder: RunFolder) -> RunInfo:
         state.number,
         state.full_title,
         strip_escapes(results[-1], 80) if results and results[-1] != "None" else "",
+        tuple(
+            strip_escapes(e.change, 80)
+            for e in of_launcher
+            if isinstance(e, ev.Steered) and e.change
+        ),
         tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
     )
@@ -189,18 +197,20 @@ def frame(saved_runs: Sequence[RunInfo]) -> Any:
     """Return a pandas DataFrame with a row for each run.
 
     Its columns are run, status, outcome, created (UTC), seconds, ranks, engine, mixed_precision,
-    then one for each parameter and each metric. A metric with the name of a parameter is
+    then one for each parameter and each metric, and changes if the user changed a training while it
+    ran. A metric with the name of a parameter is
     ``NAME (last)``.
 
     Raises `MissingExtra` if pandas is not installed.
     """
     parameters = dict.fromkeys(name for run in saved_runs for name in run.parameters)
-    columns = {name: _unique_column(name, _COLUMNS, "given") for name in parameters}
+    columns = {name: _unique_column(name, (*_COLUMNS, "changes"), "given") for name in parameters}
     rows = []
     for run in saved_runs:
         row = {"run": run.name} | {name: getattr(run, name) for name in _COLUMNS[1:]}
         row |= {columns[name]: value for name, value in run.parameters.items()}
-        used = (*_COLUMNS, *parameters)
+        row |= {"changes": ", ".join(run.changes)} if run.changes else {}
+        used = (*_COLUMNS, "changes", *parameters)
         row |= {_unique_column(name, used, "last"): value for name, value in run.metrics.items()}
         rows.append(row)
     table = history.table(rows, "a table of runs", (*_COLUMNS, *columns.values()))

@@ -478,6 +478,19 @@ class Steered(Event):
     """What is changed, for a mark in a chart: ``lr 0.0003``; "" for nothing."""
     text: str = ""
     """All of this for people."""
+    before: str = ""
+    """What was changed, as it was before: ``lr 0.1``."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The new values by name, as `Run.turn` takes them."""
+    optimizer: int | str | None = None
+    """The optimizer that was changed, as in `Run.turn`. All optimizers without one."""
+    group: int | None = None
+    """The parameter group that was changed. All groups without one."""
+
+    @property
+    def change(self) -> str:
+        """The change and its step, ``lr 0.0003 at step 812``; "" if nothing was changed."""
+        return f"{self.label} at step {self.step:,}" if self.label and self.step else ""
 
 
 SettingRow = tuple[int, str, str, float, float | None, float | None, bool, bool]

@@ -466,6 +466,11 @@ class RunState:
         return self.name if self.cell is None else f"{self.title} {self.name}"
 
     @property
+    def changes(self) -> tuple[ev.Steered, ...]:
+        """What the user changed in the training, in the order of the steps."""
+        return tuple(each for each in self.steered if each.change)
+
+    @property
     def explanation(self) -> str:
         """The message, and what to do about it."""
         return f"{self.message} {self.remedy}".rstrip()

@@ -96,6 +96,9 @@ class Summary:
     waiting_share: float | None = None
     """The share (0 to 1) of the training that ranks waited for data, as the mean over ranks."""
 
+    changes: tuple[str, ...] = ()
+    """What the user changed in the training, and when: ``lr 0.0003 at step 812``."""
+
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean over ranks of each metric's last value."""
 
@@ -196,6 +199,7 @@ def summary(state: RunState, now: float) -> Summary:
         steps_per_second=rank_texts.steps_per_second(trained),
         samples_per_second=samples / training if samples and training else None,
         waiting_share=sum(waited) / len(waited) if waited else None,
+        changes=tuple(each.change for each in state.changes),
         metrics=MappingProxyType(last_metrics(state.ranks)),
         memory_bytes=most or None,
         memory_ranks=most_ranks,
@@ -285,6 +289,8 @@ def _summary_rows(s: Summary) -> Iterator[tuple[str, str]]:
         yield "steps", " · ".join(speed)
     if s.waiting_share is not None:
         yield "data", f"the ranks waited for data {100 * s.waiting_share:.0f} % of the training"
+    if s.changes:
+        yield "changes", " · ".join(s.changes)
     names = sorted(s.metrics, key=metric_order)
     metrics = [f"{name} {format_number(s.metrics[name])}" for name in names]
     if metrics:

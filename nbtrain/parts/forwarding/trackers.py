@@ -90,8 +90,7 @@ class RunTracker:
 
     def _take_notes(self, state: RunState) -> None:
         """Send new notes, hangs, and requests of the user that were carried out."""
-        changes = (asked for asked in state.steered if asked.label and asked.step is not None)
-        for note in [*state.notes, state.hang, *(asked.text for asked in changes)]:
+        for note in [*state.notes, state.hang, *(each.text for each in state.changes)]:
             if note and note not in self._notes:
                 self._notes.add(note)
                 self._say(f"note {len(self._notes)}", note)

@@ -226,7 +226,7 @@ class Steering(Companion):
         changed = f" ({detail} before)" if detail else ""
         steps = _planned_steps(state)
         event = self._add_event(
-            pending, "applied", f"agreed at step {step:,}{changed}", step, steps
+            pending, "applied", f"agreed at step {step:,}{changed}", step, steps, detail
         )
         if request.action.name == "finish":
             self._finished, self._event = request, event
@@ -252,6 +252,7 @@ class Steering(Companion):
         what: str,
         step: int | None = None,
         steps: int | None = None,
+        before: str = "",
     ) -> ev.Steered:
         """Add an event about a request to the news, and return it."""
         request = pending.request
@@ -259,7 +260,8 @@ class Steering(Companion):
         is_off = "called off, because " if status == "called off" else ""
         text = f"{action.label or 'look'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
-        event = ev.Steered(clock.now(), -1, pending.number, *values)
+        which = before, action.settings, action.optimizer, action.group
+        event = ev.Steered(clock.now(), -1, pending.number, *values, *which)
         self._news.append(event)
         return event
 

@@ -24,6 +24,8 @@ def rows(folder: RunFolder, world_size: int) -> list[Row]:
     was deleted.
     """
     read = merge_rows(list(read_events(folder.events(rank))) for rank in range(world_size))
+    read += [*changes(read_events(folder.launcher_events))]
+    read.sort(key=_time)
     folder.check_exists()  # of a folder that was just deleted, only a part was read
     return read
 
@@ -42,7 +44,18 @@ def merge_rows(by_rank: Iterable[Sequence[ev.Event]]) -> list[Row]:
     names = {name for row in logged for name in row} - set(KEYS)
     rest = ({k: v for k, v in row.items() if k not in names} for row in observed)
     all_rows = [*logged, *(row for row in rest if not row.keys() <= set(KEYS))]
-    return sorted(all_rows, key=lambda row: float(row["time"]))
+    return sorted(all_rows, key=_time)
+
+
+def _time(row: Row) -> float:
+    return float(row["time"])
+
+
+def changes(events: Iterable[ev.Event]) -> Iterator[Row]:
+    """Yield a row of rank 0 for each change that the user made in the training of all ranks."""
+    for event in events:
+        if isinstance(event, ev.Steered) and event.change:
+            yield {"step": event.step, "rank": 0, "time": event.time, "change": event.label}
 
 
 def _logged_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:

@@ -507,8 +507,8 @@ def _draw_epochs(
             drawn += draw([step], 1)
             side = "start" if x.place(step) < 0.7 else "end"
             labels.append(Label(x.place(step), CANVAS.top_px + 6, f"attempt {number}", side))
-    for asked in state.steered:
-        if asked.label and asked.step is not None and x.low < asked.step < x.high:
+    for asked in state.changes:
+        if asked.step is not None and x.low < asked.step < x.high:
             drawn += draw([asked.step], 0.7, ' stroke-dasharray="6 3"')
             side = "start" if x.place(asked.step) < 0.7 else "end"
             label = shorten(asked.label, 24)

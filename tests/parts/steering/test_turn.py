@@ -293,6 +293,26 @@ def test_one_group_of_one_optimizer_is_turned() -> None:
     assert run.value[at + 1] == [0.5, 1.0]
 
 
+def test_what_was_changed_is_kept() -> None:
+    first, second = {"lr": "/2"}, {"momentum": 0.9, "weight_decay": 0.1}
+    turns = {20: (first, {"optimizer": 0}), 60: (second, {"optimizer": "SGD", "group": 0})}
+    run = launch(two_optimizers, turns, n=2)
+    one, two = run.state.changes
+    assert (one.settings, one.optimizer, one.group) == (first, 0, None)
+    assert (two.settings, two.optimizer, two.group) == (second, "SGD", 0)
+    assert one.before.startswith("lr ")
+    expected = (f"lr /2 at step {one.step}", f"{two.label} at step {two.step}")
+    assert run.summary().changes == expected
+    assert expected[1] in repr(run.summary())
+    rows = run.history.dropna(subset="change")
+    assert [*zip(rows["step"], rows["rank"], rows["change"], strict=True)] == [
+        (one.step, 0, one.label),
+        (two.step, 0, two.label),
+    ]
+    assert run.compare(run).loc["changes"].tolist() == [", ".join(expected)] * 2
+    assert [each["settings"] for each in run.to_dict()["steered"]] == [first, second]
+
+
 class Wrapper(torch.optim.Optimizer):
     """An optimizer around another one, as ZeroRedundancyOptimizer and SAM are."""
 

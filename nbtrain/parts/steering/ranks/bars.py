@@ -64,6 +64,11 @@ class BarLoops(Observer):
         """Whether a loop over a loader of Accelerate is open around a step of this thread."""
         return any(loop.loader is not None for loop in self._around)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a loop around a step of this thread ends at its next item."""
+        return any(loop.is_ended for loop in self._around)
+
     def _iterate_bar(self, original: Any, bar: Any) -> Iterator[Any]:
         return self._iterate(original(bar), _Loop())
 

@@ -116,7 +116,7 @@ class Finishing(Observer):
         """Write a note if the training continues, because nothing ends its loop."""
         context = self._context
         # With several optimizers, the agreed step may be the first of a round.
-        is_beyond = context.figures.steps > self._last_step + 1
+        is_beyond = context.figures.steps > self._last_step + 1 and not self._bars.is_ending
         asks = context.stopper is not None and context.stopper.is_asked  # `nbtrain.should_stop`
         if is_beyond and context.is_finishing and not asks:
             self._write_note(_STILL_TRAINS)
