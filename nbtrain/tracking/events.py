@@ -503,6 +503,8 @@ knob; whether the user has changed it; and whether groups have different values.
 class SettingsSeen(Event, kind="settings"):
     """The settings that a slider can change in the training of all ranks. Replaces the last one."""
 
+    turns: int = 0
+    """The number of requests for new settings that the rank has carried out."""
     settings: tuple[SettingRow, ...] = ()
 
 

@@ -363,7 +363,7 @@ RANK_REDUCERS: Mapping[type[ev.Event], Callable[[Draft, Any], Changes]] = {
     ev.Displayed: _reduce_displayed,
     ev.Exited: _reduce_exited,
     ev.StepBoundary: lambda _, e: {"boundary": e},
-    ev.SettingsSeen: lambda _, e: {"settings": e.settings[: limits.MAX_ITEMS]},
+    ev.SettingsSeen: lambda _, e: {"settings": e},
 }
 
 

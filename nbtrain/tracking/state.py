@@ -302,7 +302,7 @@ class RankState:
     """What it displayed."""
     boundary: ev.StepBoundary | None = None
     """Where it waited, or waits, for the last request to steer the training."""
-    settings: tuple[ev.SettingRow, ...] = ()
+    settings: ev.SettingsSeen | None = None
     """The settings that a slider can change; only the first rank reports them."""
 
     @property

@@ -20,10 +20,6 @@ MAX_SLIDERS = 16
 MAX_SEPARATE_OPTIMIZERS = 4
 """With more optimizers than this, one slider is for all of them: there may be one a parameter."""
 
-SLIDER_REST_S = 2.0
-"""How long a board leaves a slider where it was moved to: the user may still drag it, and the ranks
-need a moment to report the new value."""
-
 WAIT_POLL_S = 0.001
 """Between two readings of the bell by a rank that waits."""
 

@@ -39,25 +39,29 @@ class Board:
 
     def __init__(self, folder: Path, *rows: ev.SettingRow) -> None:
         folder.chmod(0o700)
-        self.folder, self.now, self.state = RunFolder(folder), 0.0, picture(2)
+        self.folder, self.state = RunFolder(folder), picture(2)
         self.steering = Steering(self.folder)
         self.panel = SettingsPanel(self.folder)
-        self.report(*rows)
+        self.report(0, *rows)
 
-    def report(self, *rows: ev.SettingRow) -> None:
-        """Have the first rank report settings."""
-        self.add(ev.SettingsSeen(self.now, 0, rows))
+    def report(self, turns: int, *rows: ev.SettingRow) -> None:
+        """Have the first rank report settings, after some turns."""
+        self.add(ev.SettingsSeen(1.0, 0, turns, rows))
 
-    def add(self, *news: ev.Event, seconds: float = 0.0) -> None:
-        """Draw the state after some events, some time later."""
-        self.now += seconds
+    def add(self, *news: ev.Event) -> None:
+        """Draw the state after some events."""
         self.state = fold(self.state, news)
-        self.panel.follow(self.state, self.now)
+        self.panel.follow(self.state, 1.0)
 
     def row(self, label: str) -> Any:
-        """Return the slider and the button of a setting."""
+        """Return the slider, the button and the text of a setting."""
         rows = (row.children for row in self.panel.widget.children if hasattr(row, "children"))
         return next(row for row in rows if row[0].description == label)
+
+    def shows(self, label: str) -> tuple[float, str]:
+        """Return where a slider is, and the text beside it."""
+        slider, _, text = self.row(label)
+        return slider.value, text.value
 
     def move(self, label: str, value: float) -> None:
         """Move a slider as a page does."""
@@ -100,32 +104,30 @@ def test_each_setting_has_a_slider_with_a_fitting_scale(board: Callable[..., Boa
     assert not any(slider.continuous_update for slider in sliders)
 
 
-def test_a_slider_follows_and_asks_for_nothing_by_itself(board: Callable[..., Board]) -> None:
+def test_a_slider_follows_turns_and_asks_for_nothing_by_itself(
+    board: Callable[..., Board],
+) -> None:
     shown = board(LR, KNOB, WHOLE)
-    for value in (7e-4, 1e-9, 3.0, 0.0, 0.1 + 0.2, 1e-3):
+    for turns, value in enumerate((7e-4, 1e-9, 3.0, 0.0, 0.1 + 0.2, 1e-3), 1):
         depth = max(1, int(value))
-        shown.add(seconds=3.0)
-        shown.report(at(LR, value), at(KNOB, value), at(WHOLE, depth))
-        assert shown.row("lr")[0].value == (value or 3.0)  # a logarithmic scale has no 0
-        assert shown.row("temperature")[0].value == min(value, 2.0)
-        assert shown.row("depth")[0].value == depth
+        shown.report(turns, at(LR, value), at(KNOB, value), at(WHOLE, depth))
+        # A logarithmic scale has no 0.
+        assert shown.shows("lr") == ((value, "") if value else (3.0, "now 0"))
+        assert shown.shows("temperature")[0] == min(value, 2.0)
+        assert shown.shows("depth") == (depth, "")
     assert (shown.row("lr")[0].min, shown.row("lr")[0].max) == (-9, 1)
-    shown.report(LR)
-    assert [row.layout.display for row in shown.panel.widget.children] == [
-        None,
-        "none",
-        "none",
-    ]
+    shown.report(7, LR)
+    displays = [row.layout.display for row in shown.panel.widget.children]
+    assert displays == [None, "none", "none"]
     assert shown.asked() == []
 
 
-def test_a_schedule_moves_a_slider_seldom(board: Callable[..., Board]) -> None:
-    shown, seen = board(LR), set()
-    for step in range(60):
-        shown.add(seconds=0.1)
-        shown.report(at(LR, 1e-3 * 0.99**step))
-        seen.add(shown.row("lr")[0].value)
-    assert 3 <= len(seen) <= 4
+def test_a_schedule_moves_no_slider_that_the_user_may_drag(board: Callable[..., Board]) -> None:
+    shown = board(LR)
+    shown.report(0, at(LR, 8e-4))
+    assert shown.shows("lr") == (1e-3, "now 0.0008")
+    shown.report(1, at(LR, 7e-4))
+    assert shown.shows("lr") == (7e-4, "")
 
 
 def test_a_moved_slider_asks_once_and_stays_while_the_ranks_decide(
@@ -135,16 +137,13 @@ def test_a_moved_slider_asks_once_and_stays_while_the_ranks_decide(
     shown.move("lr", 10**-3.3)
     assert shown.asked() == [Action("turn", settings={"lr": 5.012e-4}, optimizer=0)]
     moved = shown.row("lr")[0].value
-    shown.add(seconds=10.0)
     shown.answer("pending", "waits")
-    shown.report(at(LR, 9e-4))
-    assert (shown.row("lr")[0].value, shown.text) == (moved, "")
+    shown.report(1, at(LR, 9e-4))  # by a request before
+    assert shown.shows("lr") == (moved, "now 0.0009")
+    shown.report(2, at(LR, 5.012e-4, is_turned=True))
+    assert shown.shows("lr") == (moved, "")
     shown.answer("applied", "agreed")
-    shown.report(at(LR, 9e-4))  # which the first rank reported before it had the decision
-    assert (shown.row("lr")[0].value, shown.text) == (moved, "")
-    shown.report(at(LR, 5.012e-4, is_turned=True))
-    shown.add(seconds=3.0)
-    assert shown.row("lr")[0].value == 5.012e-4
+    assert shown.shows("lr") == (5.012e-4, "")
     shown.move("temperature", 0.1 + 0.2)
     shown.move("temperature", 0.5)
     assert [action.settings for action in shown.asked()] == [
@@ -153,14 +152,25 @@ def test_a_moved_slider_asks_once_and_stays_while_the_ranks_decide(
     ]
 
 
+def test_a_slider_stays_if_the_decision_is_known_before_the_new_value(
+    board: Callable[..., Board],
+) -> None:
+    shown = board(LR)
+    shown.move("lr", 0.01)
+    assert len(shown.asked()) == 1
+    shown.answer("applied")
+    shown.report(0, at(LR, 9e-4))
+    assert shown.shows("lr") == (0.01, "now 0.0009")
+
+
 def test_a_slider_goes_back_when_its_request_is_called_off(board: Callable[..., Board]) -> None:
     shown = board(WHOLE)
     shown.move("depth", 7)
     assert shown.asked() == [Action("turn", settings={"depth": 7})]
     shown.answer("pending")
-    assert shown.row("depth")[0].value == 7
+    assert shown.shows("depth") == (7, "now 2")
     shown.answer("called off", "called off, because rank 1 made no step")
-    assert (shown.row("depth")[0].value, shown.text) == (2, shown.state.steered[-1].text)
+    assert (shown.shows("depth"), shown.text) == ((2, ""), shown.state.steered[-1].text)
     assert shown.asked() == []
 
 
@@ -171,16 +181,16 @@ def test_a_button_gives_a_turned_setting_back(board: Callable[..., Board]) -> No
     back.click()
     assert shown.asked() == [Action("turn", settings={"lr": None}, optimizer=0)]
     shown.answer("applied")
-    shown.report(LR)
-    shown.add(seconds=3.0)
-    assert (back.disabled, shown.row("lr")[0].value) == (True, 1e-3)
+    shown.report(1, LR)
+    assert (back.disabled, shown.shows("lr")) == (True, (1e-3, ""))
     assert shown.asked() == []
 
 
 def test_groups_with_different_rates_keep_their_ratios(board: Callable[..., Board]) -> None:
     shown = board((*LR[:7], True))
-    shown.move("lr", 5e-4)
-    shown.move("lr", 1e-3)
+    shown.report(0, (*LR[:3], 8e-4, *LR[4:7], True))
+    shown.move("lr", 4e-4)
+    shown.move("lr", 8e-4)
     assert [action.settings["lr"] for action in shown.asked()] == ["*0.5", "*2"]
 
 
@@ -190,9 +200,9 @@ def test_what_cannot_be_asked_is_shown(
     shown = board(LR)
     monkeypatch.setenv("NBTRAIN_DISABLE", "steering")
     shown.move("lr", 0.1)
-    shown.add(seconds=3.0)
+    shown.add()
     assert "switched off" in shown.text
-    assert shown.row("lr")[0].value == 1e-3
+    assert shown.shows("lr") == (1e-3, "")
 
 
 class Faulty:
@@ -255,7 +265,9 @@ def test_the_first_rank_reports_settings_when_they_change() -> None:
     }
     assert {label: (number, *rest) for number, label, *rest in last} == expected
     assert {row[1]: row[3] for row in before}["lr · 1 AdamW"] == 0.25
-    assert settings_of(run.state) == last
+    seen = settings_of(run.state)
+    assert seen is not None
+    assert seen.settings == last
 
 
 def train_many(count: int) -> None:
@@ -302,7 +314,7 @@ def test_a_moved_slider_turns_the_rate_of_all_ranks_after_one_step() -> None:
         wait_until(is_done, timeout=30)
 
     draws(lambda: panel.widget.children)
-    slider, back = panel.widget.children[0].children
+    slider, back, _ = panel.widget.children[0].children
     slider.set_state({"value": 0.125})
     draws(lambda: not back.disabled)
     assert slider.value == 0.125

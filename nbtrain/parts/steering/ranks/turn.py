@@ -75,7 +75,8 @@ class Turning(Observer):
         self._turned = weakref.WeakKeyDictionary()
         self._stepping: tuple[Any, FrameType] | None = None  # an optimizer, and what calls it
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._reported: tuple[ev.SettingRow, ...] = ()
+        self._turns = 0
+        self._reported: tuple[int, tuple[ev.SettingRow, ...]] = 0, ()
         hooks.add(self, hooks.notify.on_first_step, hooks.notify.on_report)
         patch("fastai.optimizer:Optimizer", "step", self._step_fastai)
 
@@ -90,12 +91,12 @@ class Turning(Observer):
         if self._context.global_rank > 0:  # which has the same settings as the first
             return
         try:
-            rows = tuple(islice(self._rows(), MAX_SLIDERS))
+            found = self._turns, tuple(islice(self._rows(), MAX_SLIDERS))
         except Exception:  # groups of other optimizers may hold anything, and so may a knob
             return
-        if rows != self._reported:
-            self._reported = rows
-            self._context.writer.write(ev.SettingsSeen(clock.now(), self._context.rank, rows))
+        if found != self._reported:
+            self._reported = found
+            self._context.writer.write(ev.SettingsSeen(clock.now(), self._context.rank, *found))
 
     def _rows(self) -> Iterator[ev.SettingRow]:
         """Yield the settings of optimizers, and the knobs with bounds."""
@@ -221,6 +222,7 @@ class Turning(Observer):
                 if value is not None:
                     new = _new_value(value, present)
                     turned[number, name] = _Turned(new, given, follows=name == "lr")
+        self._turns += 1
         self.on_report()
 
     def _hook_into(self, optimizer: Any) -> None:
