@@ -152,7 +152,10 @@ def peek(
         left_out = json.loads(read_regular(folder.path / SAVED))
         for name, reason in left_out.items():
             warnings.warn(f"`{name}` was not copied: {reason}", stacklevel=4)
-        load_peeked(run, folder, model, name)
+        if folder.list_weights() or left_out:
+            load_peeked(run, folder, model, name)
+        elif model is not None:
+            raise NbtrainError("no model has changed since the run began, so none was copied")
         return answer
     finally:  # also after an interrupt: then the request is called off
         shutil.rmtree(folder.path, ignore_errors=True)

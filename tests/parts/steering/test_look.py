@@ -258,6 +258,26 @@ def late(model: nn.Module) -> list[Weights]:
     return alone(model)
 
 
+def train_without_gradient(model: nn.Module) -> None:
+    other = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    while not nbtrain.should_stop():
+        other.sum().backward()
+        optimizer.step()
+        time.sleep(0.005)
+
+
+def test_a_model_that_has_not_changed_is_not_copied() -> None:
+    model = net()
+    run = launch(train_without_gradient, model, n=1, background=True)
+    with pytest.raises(NbtrainError, match="no model has changed"):
+        run.peek(net())
+    assert run.peek() > 1
+    assert_equal(model, dict(net().state_dict()))
+    run.finish()
+    run.wait()
+
+
 def test_a_run_that_ends_first_or_has_ended_is_told() -> None:
     model = net()
     run = launch(late, model, n=1, background=True)
