@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from ...part_api import Observer, RankContext, hooks, patch, undo_later
+from ...worker.hooks.hook_state import state
 from ...worker.rank_context import Knob
 from .orders import Action, Setting
 
@@ -69,10 +70,24 @@ class _Turned:
     learning rate changes there, a scheduler sets it: then the turn is a factor on it.
     """
 
-    def __init__(self, value: Value, given: Value, *, follows: bool) -> None:
+    def __init__(
+        self, value: Value, given: Value, groups: Sequence[Any], number: int, *, follows: bool
+    ) -> None:
         self._value, self._base, self._follows = value, given, follows
-        self.kept: Any = None
-        """During a step, what the code gave the group."""
+        self._count, self._number = len(groups), number
+        self._parameters = groups[number].get("params")
+        self.kept: tuple[Any, Any] | None = None
+        """During a step, the group and what the code gave it."""
+
+    def find(self, groups: Sequence[Any]) -> Any:
+        """Return the group. Raises `StopIteration` if the optimizer does not have it now.
+
+        ZeRO 2 gives the optimizer one group at a time, and code may add or remove groups. A loaded
+        state replaces the groups, and ZeRO 3 their lists of parameters.
+        """
+        if len(groups) == self._count:
+            return groups[self._number]
+        return next(group for group in groups if group["params"] is self._parameters)
 
     def present(self, given: Value) -> Value:
         """Return the value for a step, where the code gives the group `given`."""
@@ -161,7 +176,8 @@ class Turning(Observer):
             for number in range(len(_groups_of(optimizer)))
             if action.group in (None, number)
         ]
-        having = [each for each in chosen if name in _groups_of(each[0])[each[1]]]
+        groups = [_groups_of(optimizer)[number] for optimizer, number in chosen]
+        having = [each for each, g in zip(chosen, groups, strict=True) if _key(g, name) in g]
         if not having:
             kinds = {type(optimizer).__name__ for optimizer, _ in chosen}
             there = f"{' and '.join(sorted(kinds))} has no {name}" if kinds else "it is not there"
@@ -176,8 +192,10 @@ class Turning(Observer):
     def _given(self, optimizer: Any, number: int, name: str) -> Value:
         """Return the value that the code gives a group."""
         turned = self._turned.get(optimizer, {}).get((number, name))
-        is_kept = turned is not None and turned.kept is not None
-        return _plain(turned.kept if is_kept and turned else _groups_of(optimizer)[number][name])
+        if turned is not None and turned.kept is not None:
+            return _plain(turned.kept[1])
+        group = _groups_of(optimizer)[number]
+        return _plain(group[_key(group, name)])
 
     def _chosen(self, which: int | str | None) -> Sequence[Any]:
         """Return the optimizers with a number or a class name; without one, all.
@@ -209,7 +227,8 @@ class Turning(Observer):
                 turned.pop((number, name), None)
                 if value is not None:
                     new = _new_value(value, present)
-                    turned[number, name] = _Turned(new, given, follows=name == "lr")
+                    groups = _groups_of(optimizer)
+                    turned[number, name] = _Turned(new, given, groups, number, follows=name == "lr")
 
     def _hook_into(self, optimizer: Any) -> None:
         """Have each step of an optimizer be made with the turned values, from now on."""
@@ -220,6 +239,12 @@ class Turning(Observer):
             self._hooked.add(optimizer)
             if hasattr(optimizer, "register_step_pre_hook"):  # not in fastai's
                 undo_later(optimizer.register_step_pre_hook(self._begin_step).remove)
+                undo_later(optimizer.register_step_post_hook(self._end_part).remove)
+
+    def _end_part(self, optimizer: Any, *_: Any) -> None:
+        """Restore the groups after a part of DeepSpeed's step, which then calls the scheduler."""
+        if state.stepping is not None:
+            self.on_step(optimizer)
 
     def on_step(self, optimizer: Any) -> None:
         """Give the groups back what the code gave them, after the step of this optimizer."""
@@ -240,14 +265,14 @@ class Turning(Observer):
             return
         self._restore()  # after an exception in a step
         self._stepping = optimizer, sys._getframe(1)
-        groups = _groups_of(optimizer)
-        for (number, name), turned in self._turned.get(optimizer, {}).items():
+        for (_number, name), turned in self._turned.get(optimizer, {}).items():
             # The code may remove a group, or give it what is no number.
-            with contextlib.suppress(IndexError, KeyError, TurnError):
-                given = groups[number][name]
+            with contextlib.suppress(StopIteration, KeyError, TurnError):
+                group = turned.find(_groups_of(optimizer))
+                given = group[_key(group, name)]
                 new = turned.present(_plain(given))
-                turned.kept = given
-                _set(groups[number], name, new)
+                turned.kept = group, given
+                _set(group, _key(group, name), new)
 
     def _is_in_step(self) -> bool:
         """Return whether the step that began last is still being made."""
@@ -263,11 +288,16 @@ class Turning(Observer):
         stepping, self._stepping = self._stepping, None
         if stepping is None:
             return
-        groups = _groups_of(stepping[0])
-        for (number, name), turned in self._turned.get(stepping[0], {}).items():
-            if turned.kept is not None and number < len(groups):
-                groups[number][name] = turned.kept
+        for (_number, name), turned in self._turned.get(stepping[0], {}).items():
+            if turned.kept is not None:
+                group, given = turned.kept
+                group[_key(group, name)] = given
             turned.kept = None
+
+
+def _key(group: Mapping[str, Any], name: str) -> str:
+    """Return the key of a setting in a group; fastai calls the weight decay ``wd``."""
+    return "wd" if name == "weight_decay" and "wd" in group else name
 
 
 def _groups_of(optimizer: Any) -> Sequence[Any]:
