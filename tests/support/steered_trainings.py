@@ -74,8 +74,12 @@ class Steps:
             return
         time.sleep(0.003)
         if self.count == AT and nbtrain.rank() == 0:
-            folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
-            write(folder, self.action, "by the test")
+            self.ask()
+
+    def ask(self) -> None:
+        """Make the request."""
+        assert self.action is not None
+        write(RunFolder(Path(os.environ["NBTRAIN_RUN"])), self.action, "by the test")
 
 
 class Moves(Steps):

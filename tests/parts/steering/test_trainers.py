@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,11 @@ from tests.support.steered_trainings import (
     BATCHES,
     TRAININGS,
     Done,
+    Predictor,
     Steps,
     bare_loader,
     fit_by_lightning,
+    fit_by_transformers,
     lightning_module,
     loss_of,
     samples,
@@ -81,6 +84,22 @@ def test_a_later_fit_of_lightning_ends_at_once(after: str) -> None:
     first, second = launch(train, lightning_module(), Steps(Action("finish", after)), n=2).value
     assert first < PLANNED
     assert second <= 1
+
+
+def train_later(model: Any, steps: Steps, folder: str) -> Done:
+    """Ask for the end, and begin to train a second later."""
+    if nbtrain.rank() == 0:
+        steps.ask()
+    time.sleep(1)
+    return fit_by_transformers(model, steps, folder)
+
+
+def test_a_trainer_that_begins_after_the_request_ends_at_its_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run = launch(train_later, Predictor(), Steps(Action("finish")), str(tmp_path), n=2)
+    assert [Done(*each) for each in run.results] == [Done(1, 1, True)] * 2
+    assert run.state.status == "succeeded"
+    assert "finished early at step 1" in run.state.message
 
 
 # The same numbers as without the finish
