@@ -170,6 +170,19 @@ def accelerated(count: Count) -> tuple[int, int]:
     return count.steps, int(steps)
 
 
+def with_barriers(count: Count) -> tuple[int, int]:
+    """Meet the other ranks before and after each step, and in each epoch."""
+    model, optimizer = wrapped()
+    training, _ = loaders()
+    for _ in range(EPOCHS):
+        for batch in training:
+            torch.distributed.barrier()
+            fit(model, optimizer, batch, count)
+            torch.distributed.barrier()
+        torch.distributed.barrier()
+    return count.steps, EPOCHS
+
+
 def stream(count: Count) -> tuple[int, int]:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -191,6 +204,7 @@ LOOPS: dict[str, tuple[Callable[[Count], Any], int]] = {
     "it asks": (asks, 0),
     "accelerate": (accelerated, 0),
     "a stream": (stream, 0),
+    "barriers": (with_barriers, 0),
 }
 """Training functions, and how many steps they make after the agreed one, at most."""
 
@@ -375,6 +389,28 @@ def test_a_request_before_the_first_step_holds_from_that_on() -> None:
     run.wait()
     assert run.results == [1, 1]
     assert run.state.message == "finished early at step 1, by run.finish()"
+
+
+def asks_until_it_stops(count: Count) -> tuple[int, float]:
+    """Return the steps, and the seconds from the request to the end."""
+    model, optimizer = wrapped()
+    batch = torch.randn(4, 3), torch.randn(4, 1)
+    asked = time.monotonic()
+    while not nbtrain.should_stop():
+        fit(model, optimizer, batch, count)
+        torch.distributed.barrier()
+        if count.steps == count.at:
+            asked = time.monotonic()
+    torch.distributed.barrier()
+    return count.steps, time.monotonic() - asked
+
+
+def test_a_loop_that_asks_and_meets_the_others_ends_soon() -> None:
+    run = launch(asks_until_it_stops, Count(), n=2)
+    (steps, seconds), (others, _) = run.results
+    assert steps == others
+    assert seconds < 5  # half a second; ranks that wait for a step of others would take minutes
+    assert f"finished early at step {steps}" in run.state.message
 
 
 def test_a_second_request_and_one_after_the_end_are_refused() -> None:

@@ -6,13 +6,14 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
 
 from ....part_api import Observer, RankContext, clock, hooks, patch, undo_later
 from ....part_api import events as ev
+from ....worker.hooks.hook_state import state
 from ....worker.rank_context import Knob
 from ..limits import MAX_SEPARATE_OPTIMIZERS, MAX_SLIDERS
 from ..orders import Action, Setting
@@ -27,10 +28,24 @@ class _Turned:
     learning rate changes there, a scheduler sets it: then the turn is a factor on it.
     """
 
-    def __init__(self, value: Value, given: Value, *, follows: bool) -> None:
+    def __init__(
+        self, value: Value, given: Value, groups: Sequence[Any], number: int, *, follows: bool
+    ) -> None:
         self._value, self._base, self._follows = value, given, follows
-        self.kept: Any = None
-        """During a step, what the code gave the group."""
+        self._count, self._number = len(groups), number
+        self._parameters = groups[number].get("params")
+        self.kept: tuple[Any, Any] | None = None
+        """During a step, the group and what the code gave it."""
+
+    def find(self, groups: Sequence[Any]) -> Any:
+        """Return the group. Raises `StopIteration` if the optimizer does not have it now.
+
+        ZeRO 2 gives the optimizer one group at a time, and code may add or remove groups. A loaded
+        state replaces the groups, and ZeRO 3 their lists of parameters.
+        """
+        if len(groups) == self._count:
+            return groups[self._number]
+        return next(group for group in groups if group["params"] is self._parameters)
 
     def present(self, given: Value) -> Value:
         """Return the value for a step, where the code gives the group `given`."""
@@ -173,7 +188,8 @@ class Turning(Observer):
             for number in range(len(_groups_of(optimizer)))
             if action.group in (None, number)
         ]
-        having = [each for each in chosen if name in _groups_of(each[0])[each[1]]]
+        groups = [_groups_of(optimizer)[number] for optimizer, number in chosen]
+        having = [each for each, g in zip(chosen, groups, strict=True) if _key(g, name) in g]
         if not having:
             kinds = {type(optimizer).__name__ for optimizer, _ in chosen}
             there = f"{' and '.join(sorted(kinds))} has no {name}" if kinds else "it is not there"
@@ -188,8 +204,10 @@ class Turning(Observer):
     def _given(self, optimizer: Any, number: int, name: str) -> Value:
         """Return the value that the code gives a group."""
         turned = self._turned.get(optimizer, {}).get((number, name))
-        is_kept = turned is not None and turned.kept is not None
-        return _plain(turned.kept if is_kept and turned else _groups_of(optimizer)[number][name])
+        if turned is not None and turned.kept is not None:
+            return _plain(turned.kept[1])
+        group = _groups_of(optimizer)[number]
+        return _plain(group[_key(group, name)])
 
     def _chosen(self, which: int | str | None) -> Sequence[Any]:
         """Return the optimizers with a number or a class name; without one, all.
@@ -221,7 +239,8 @@ class Turning(Observer):
                 turned.pop((number, name), None)
                 if value is not None:
                     new = _new_value(value, present)
-                    turned[number, name] = _Turned(new, given, follows=name == "lr")
+                    groups = _groups_of(optimizer)
+                    turned[number, name] = _Turned(new, given, groups, number, follows=name == "lr")
         self._turns += 1
         self.on_report()
 
@@ -234,6 +253,12 @@ class Turning(Observer):
             self._hooked.add(optimizer)
             if hasattr(optimizer, "register_step_pre_hook"):  # not in fastai's
                 undo_later(optimizer.register_step_pre_hook(self._begin_step).remove)
+                undo_later(optimizer.register_step_post_hook(self._end_part).remove)
+
+    def _end_part(self, optimizer: Any, *_: Any) -> None:
+        """Restore the groups after a part of DeepSpeed's step, which then calls the scheduler."""
+        if state.stepping is not None:
+            self.on_step(optimizer)
 
     def on_step(self, optimizer: Any) -> None:
         """Give the groups back what the code gave them, after the step of this optimizer."""
@@ -254,14 +279,14 @@ class Turning(Observer):
             return
         self._restore()  # after an exception in a step
         self._stepping = optimizer, sys._getframe(1)
-        groups = _groups_of(optimizer)
-        for (number, name), turned in self._turned.get(optimizer, {}).items():
+        for (_number, name), turned in self._turned.get(optimizer, {}).items():
             # The code may remove a group, or give it what is no number.
-            with contextlib.suppress(IndexError, KeyError, TurnError):
-                given = groups[number][name]
+            with contextlib.suppress(StopIteration, KeyError, TurnError):
+                group = turned.find(_groups_of(optimizer))
+                given = group[_key(group, name)]
                 new = turned.present(_plain(given))
-                turned.kept = given
-                _set(groups[number], name, new)
+                turned.kept = group, given
+                _set(group, _key(group, name), new)
 
     def _is_in_step(self) -> bool:
         """Return whether the step that began last is still being made."""
@@ -277,11 +302,16 @@ class Turning(Observer):
         stepping, self._stepping = self._stepping, None
         if stepping is None:
             return
-        groups = _groups_of(stepping[0])
-        for (number, name), turned in self._turned.get(stepping[0], {}).items():
-            if turned.kept is not None and number < len(groups):
-                groups[number][name] = turned.kept
+        for (_number, name), turned in self._turned.get(stepping[0], {}).items():
+            if turned.kept is not None:
+                group, given = turned.kept
+                group[_key(group, name)] = given
             turned.kept = None
+
+
+def _key(group: Mapping[str, Any], name: str) -> str:
+    """Return the key of a setting in a group; fastai calls the weight decay ``wd``."""
+    return "wd" if name == "weight_decay" and "wd" in group else name
 
 
 def _groups_of(optimizer: Any) -> Sequence[Any]:
@@ -291,7 +321,8 @@ def _groups_of(optimizer: Any) -> Sequence[Any]:
 
 def _is_readable(optimizer: Any, number: int, name: str) -> bool:
     """Return whether a group has a setting that can be read without waiting for a GPU."""
-    value = _groups_of(optimizer)[number].get(name)
+    group = _groups_of(optimizer)[number]
+    value = group.get(_key(group, name))
     on_cpu = getattr(getattr(value, "device", None), "type", "") == "cpu"
     return on_cpu or isinstance(value, (int, float))
 
