@@ -71,6 +71,7 @@ TUTORIALS = {
     "hang": "Rank 0 is in all_reduce",
     "scaling": "speed-up",
     "overnight": "it went on from step 40",
+    "steering": "finished early at step",
 }
 """What each prints, beside what its own asserts check."""
 

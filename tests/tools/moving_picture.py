@@ -3,11 +3,14 @@
     python tests/tools/moving_picture.py demo
     python tests/tools/moving_picture.py demo-dark
     python tests/tools/moving_picture.py run
+    python tests/tools/moving_picture.py finish
 
 Needs the extras test, lab and browser, and Chromium. `demo` writes notebooks/demo.gif (under 3 MB),
 `demo-dark` the same in JupyterLab's dark theme, notebooks/demo-dark.gif: a cell trains on two ranks
 and fails at a misspelt name, the name is corrected, and the cell runs
 again. `run` writes notebooks/run.png: the board of eight ranks, one of which has a slow loader.
+`finish` writes notebooks/_static/gallery/steering.gif: the learning rate of a run is lowered by a
+slider, then the run is finished by a button, and its model is used.
 """
 
 from __future__ import annotations
@@ -105,6 +108,17 @@ def train(model, epochs=6):
         accuracy = (logits.argmax(1) == labels[1440:]).float().mean()
         nbtrain.log(val_loss=val_loss, accuracy=accuracy)"""
 
+LONG = (
+    TRAIN.replace("epochs=3, lr=0.01", "epochs=200")
+    .replace("lr=lr", "lr=0.05")
+    .replace(
+        """
+        accuracy = (model(x).argmax(1) == labls).float().mean()
+    return accuracy.item()""",
+        "",
+    )
+)
+
 LOOK = "(model(x).argmax(1) == y).float().mean()"
 
 
@@ -137,6 +151,14 @@ class Film:
         while not self.page.get_by_text(text).first.is_visible():
             began = time.monotonic()
             assert began < end, text
+            self.take()
+            self.seconds[-1] += min(0.2, time.monotonic() - began) - FRAME_S
+            time.sleep(max(0, FRAME_S - (time.monotonic() - began)))
+
+    def record(self, seconds: float) -> None:
+        """Take frames for a time."""
+        end = time.monotonic() + seconds
+        while (began := time.monotonic()) < end:
             self.take()
             self.seconds[-1] += min(0.2, time.monotonic() - began) - FRAME_S
             time.sleep(max(0, FRAME_S - (time.monotonic() - began)))
@@ -225,9 +247,52 @@ def demo_in_the_dark(notebook: Page) -> None:
     film.save(NOTEBOOKS / "demo-dark.gif", trained)
 
 
+def finish(notebook: Page) -> None:
+    """Lower the learning rate of a run by a slider, and finish the run by a button."""
+    page, film = notebook.page, Film(notebook.page)
+    notebook.wait_for_kernel()
+    notebook.command("application:toggle-left-area")
+    page.locator("#jp-left-stack").wait_for(state="hidden")
+    prepare, train = (page.locator(".jp-CodeCell", has_text=t) for t in ("%load_ext", "%%dis"))
+    prepare.locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+    wait_until(lambda: "[1]" in prepare.inner_text(), timeout=60)
+    time.sleep(4)  # as in `perform`
+    page.keyboard.press("Shift+Enter")
+    film.top = train
+    film.until("Finish")
+    film.record(4)
+    page.get_by_role("button", name="Settings").click()
+    film.record(1.5)
+    handle = page.locator(".noUi-handle").first
+    box = handle.bounding_box()
+    assert box is not None
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    for step in range(1, 11):
+        page.mouse.move(x - 5 * step, y)
+        film.record(0.1)
+    page.mouse.up()
+    film.record(4)
+    poster = len(film.frames) - 1
+    page.get_by_role("button", name="Settings").click()
+    film.record(1)
+    page.get_by_role("button", name="Finish").click()
+    film.until("succeeded")
+    film.take(2)
+    film.top = None
+    page.locator(".jp-CodeCell", has_text="argmax").locator(".cm-content").click()
+    page.keyboard.press("Shift+Enter")
+    film.until("tensor(0.9")
+    film.take(2.5)
+    film.save(NOTEBOOKS / "_static" / "gallery" / "steering.gif", poster)
+
+
 PICTURES = {
     "demo": (demo, [PREPARE, TRAIN, LOOK], WINDOW),
     "demo-dark": (demo_in_the_dark, [PREPARE, TRAIN, LOOK], WINDOW),
+    "finish": (finish, [PREPARE, LONG, LOOK], WINDOW),
     "run": (photograph, [EIGHT, ON_EIGHT], {"width": 1280, "height": 1100}),
 }
 

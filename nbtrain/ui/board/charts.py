@@ -500,8 +500,8 @@ def _draw_epochs(
         is_wide = x.place(end) - x.place(begin) > 0.03 or end == made
         if end > begin and is_wide and x.place(begin) < 0.95:
             labels.append(Label(x.place(begin), 7, name))
-    rules = [end for _, _, end in epochs if end != made and 0 < x.place(end) < 1][:100]
-    drawn = draw(rules, 0.4, ' stroke-dasharray="2 3"')
+    rules = [end for _, _, end in epochs if end != made and 0 < x.place(end) < 1]
+    drawn = draw(rules if len(rules) <= 40 else [], 0.4, ' stroke-dasharray="2 3"')
     for number, (_, step) in enumerate(state.restarts, state.attempt - len(state.restarts) + 1):
         if x.low < step < x.high:
             drawn += draw([step], 1)
