@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,9 +255,6 @@ def test_a_look_that_nobody_waits_for_is_called_off() -> None:
 
 
 def late(model: nn.Module) -> list[Weights]:
-    import os
-    from pathlib import Path
-
     while not Path(os.environ["NBTRAIN_RUN"], "go").exists():
         time.sleep(0.01)
     return alone(model)
@@ -311,6 +313,32 @@ def fills_the_disk(model: nn.Module) -> list[Weights]:
         return alone(model)
     finally:
         sender.save = before
+
+
+KERNEL = """
+import os, signal, sys, threading
+import nbtrain
+from tests.parts.steering.test_look import late, net
+from tests.support.waiting import wait_until
+
+run = nbtrain.launch(late, net(), num_processes=2, detach=True, view="none")
+threading.Thread(target=run.peek, daemon=True).start()
+wait_until(lambda: run.state.steered)
+print(run.folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kernel_that_dies_while_it_waits_leaves_the_run_as_it_was() -> None:
+    kernel = subprocess.run([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, check=False)
+    assert kernel.returncode == -signal.SIGKILL
+    run = nbtrain.Run.open(kernel.stdout.decode().strip())
+    (run.folder / "go").touch()
+    model = net()
+    step = run.peek(model)
+    seen = finish(run)
+    assert_equal(model, seen[step - 1])
+    assert [s.status for s in run.state.steered] == ["applied"] * 3
 
 
 def test_weights_that_cannot_be_saved_are_told_and_the_run_goes_on() -> None:
