@@ -20,7 +20,7 @@ class Looking(Observer):
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
-        self._token = ""  # of a request that waits for the end of the present step
+        self._tokens: list[str] = []  # of requests that wait for the end of the present step
 
     def find_refusal(self) -> str:
         """Return why there is nothing to look at, for people; "" if there is a model."""
@@ -34,21 +34,25 @@ class Looking(Observer):
 
     def apply(self, decided: Decided) -> None:
         """Copy the models after the present step."""
-        self._token = decided.token
-        if _is_in_outer_step():  # which changes the weights after the step that was agreed on
-            hooks.add(self, hooks.notify.on_step)
-        else:
-            self._copy()
+        if not _is_in_outer_step():
+            self._copy(decided.token)
+            return
+        # The outer step changes the weights after the step that was agreed on.
+        self._tokens.append(decided.token)
+        hooks.drop(self, hooks.notify.on_step)
+        hooks.add(self, hooks.notify.on_step)
 
     def on_step(self, optimizer: Any) -> None:
         """Copy the models once the outermost step has ended."""
         if not _is_in_outer_step():
             hooks.drop(self, hooks.notify.on_step)
-            self._copy()
+            tokens, self._tokens = self._tokens, []
+            for token in tokens:
+                self._copy(token)
 
-    def _copy(self) -> None:
+    def _copy(self, token: str) -> None:
         """Copy the models. A thread saves the copies while the training goes on."""
-        sender, token = self._context.sender, self._token
+        sender = self._context.sender
         assert sender is not None
         copies, troubles = sender.copy_models()
         if self._context.global_rank:
