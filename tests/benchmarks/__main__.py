@@ -41,6 +41,9 @@ guard   ms that ``%load_ext nbtrain`` takes in a kernel that has torch, next to 
         kernel that is unfit for it is refused, next to Accelerate's refusal (which does not look at
         CUDA); a whole empty run on two fresh interpreters, next to torch.multiprocessing's.
 telemetry  CPU time that the watching of steps, loss and data adds to a step, as a part of 5 ms.
+steering  µs that a step takes because a run can be steered, while nobody asks, next to an empty
+        method, and the shortest step next to one with NBTRAIN_DISABLE=steering; ms by which a
+        request to turn the learning rate delays the steps of a DDP loop on 2 ranks, next to a step.
 board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten a second each, next
         to decoding its line; ms to draw 8, 64 and 1,024 ranks, next to rich's table of as many
         rows; bytes of the page. In this process, not in a kernel.
@@ -79,6 +82,7 @@ import peers
 import picture
 import refusal
 import scale_cluster
+import steering
 import steps
 import telemetry
 from table import Row, render
@@ -92,6 +96,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "log": log.rows,
     "guard": refusal.rows,
     "telemetry": telemetry.rows,
+    "steering": steering.rows,
     "board": board.rows,
     "live_board": live_board.rows,
     "live": live.rows,
