@@ -24,6 +24,12 @@ BEFORE = 3
 
 UNASKED_US = Target(1.0, own_figure=True)
 DELAY_MS = Target(60.0, own_figure=True)
+LOOKS = 6
+LAYER = 1000, 10_000
+LAYERS = 10
+"""Of the model that is looked at: 400 MB."""
+
+LOOK_MS = Target(300.0, own_figure=True)
 
 
 def rows(rounds: int | None) -> list[Row]:
@@ -32,6 +38,7 @@ def rows(rounds: int | None) -> list[Row]:
         return [
             *_rows_of_unasked(kernel.call(measure_steps, rounds or ROUNDS)),
             *_rows_of_requests(kernel.call(measure_requests, rounds or RUNS)),
+            *_rows_of_looks(kernel.call(measure_looks, rounds or RUNS)),
         ]
 
 
@@ -54,6 +61,12 @@ def _rows_of_requests(t: dict[str, list[float]]) -> list[Row]:
     ]
 
 
+def _rows_of_looks(t: dict[str, list[float]]) -> list[Row]:
+    text = "400 MB: delay of the ranks by a look / a copy of the tensors"
+    delay = Row("steering", text, "ms", t["delay"], t["copy"], LOOK_MS)
+    return [delay, Row("steering", "400 MB: run.peek() / a copy", "ms", t["call"], t["copy"])]
+
+
 def measure_steps(rounds: int) -> dict[str, list[float]]:
     """Return the µs of steps and of calls, with and without steering; called in a kernel."""
     import nbtrain
@@ -74,7 +87,7 @@ def time_calls(rounds: int) -> dict[str, list[float]]:
     """Return the µs of a call at a step that no request is for, and of an empty method."""
     import torch
 
-    from nbtrain.parts.steering.boundaries import StepBoundaries
+    from nbtrain.parts.steering.ranks.boundaries import StepBoundaries
     from nbtrain.worker import hooks
 
     class Empty:
@@ -157,3 +170,72 @@ def train_until_finished() -> list[float]:
         times.append(1000 * (now - start))
         start = now
     return times
+
+
+def measure_looks(runs: int) -> dict[str, list[float]]:
+    """Return the ms of looks: of the delay of the ranks, the call, and a copy of the tensors."""
+    found: dict[str, list[float]] = {"delay": [], "call": [], "copy": []}
+    for _ in range(runs):
+        for name, times in _look_often().items():
+            found[name].append(statistics.median(times))
+    return found
+
+
+def _look_often() -> dict[str, list[float]]:
+    """Look at a model of a run several times; return the ms as `measure_looks`."""
+    import torch
+
+    import nbtrain
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(*LAYER, bias=False) for _ in range(LAYERS)))
+    env = {"OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"num_processes": 2, "view": "none", "background": True, "env": env}
+    run = nbtrain.launch(train_beside, model, **options)
+    steps, calls = list[int](), list[float]()
+    for _ in range(LOOKS):
+        time.sleep(1)
+        start = time.perf_counter()
+        steps.append(run.peek())
+        calls.append(1000 * (time.perf_counter() - start))
+    run.finish()
+    run.wait()
+    copies = run.results[0][1]
+    results = [times for times, _ in run.results]
+    median = statistics.median(results[0])
+    late = [max(sum(t[step - 1 - BEFORE : step + 1]) for t in results) for step in steps]
+    return {"delay": [t - (BEFORE + 2) * median for t in late], "call": calls, "copy": copies}
+
+
+def train_beside(model: Any) -> tuple[list[float], list[float]]:
+    """Train a small model by DDP beside a large one, until the run is asked to finish.
+
+    Returns the ms of each step, and those of copies of the large model's tensors.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import nbtrain
+
+    dist.init_process_group("gloo")
+    small = DistributedDataParallel(torch.nn.Linear(4, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    copies = list[float]()
+    for _ in range(3):
+        start = time.perf_counter()
+        copied = [parameter.detach().clone() for parameter in model.parameters()]
+        copies.append(1000 * (time.perf_counter() - start))
+        del copied
+    optimizer = torch.optim.SGD(small.parameters(), lr=1e-3)
+    times, start = list[float](), time.perf_counter()
+    while not nbtrain.should_stop():
+        optimizer.zero_grad()
+        small(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(0.005)
+        now = time.perf_counter()
+        times.append(1000 * (now - start))
+        start = now
+    return times, copies
