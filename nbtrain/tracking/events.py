@@ -480,10 +480,10 @@ class Steered(Event):
     """All of this for people."""
     before: str = ""
     """What was changed, as it was before: ``lr 0.1``."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The new values by name, as `Run.turn` takes them."""
-    optimizer: int | str | None = None
-    """The optimizer that was changed, as in `Run.turn`. All optimizers without one."""
+    settings: Values = field(default_factory=dict)
+    """The new values by name, as ``%nbtrain turn`` takes them: ``back``, ``/3``, ``0.9,0.95``."""
+    optimizer: str = ""
+    """The number or the class of the optimizer that was changed; "" for all."""
     group: int | None = None
     """The parameter group that was changed. All groups without one."""
 

@@ -260,7 +260,8 @@ class Steering(Companion):
         is_off = "called off, because " if status == "called off" else ""
         text = f"{action.label or 'look'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
-        which = before, action.settings, action.optimizer, action.group
+        optimizer = "" if action.optimizer is None else str(action.optimizer)
+        which = before, action.typed, optimizer, action.group
         event = ev.Steered(clock.now(), -1, pending.number, *values, *which)
         self._news.append(event)
         return event

@@ -44,6 +44,11 @@ class Action:
             return ""
         return ", ".join(map(_describe_setting, self.settings.items()))
 
+    @property
+    def typed(self) -> dict[str, float | str]:
+        """The new values as a user types them: a number, ``/3``, ``0.9,0.95`` or ``back``."""
+        return {name: _type(value) for name, value in self.settings.items()}
+
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> Action:
         """Return the action of a decoded record. Raises `ValueError` or `TypeError`."""
@@ -60,6 +65,12 @@ def _decode(value: Any) -> Setting:
         first, second = value
         return float(first), float(second)
     return value if value is None or isinstance(value, (str, int)) else float(value)
+
+
+def _type(value: Setting) -> float | str:
+    if isinstance(value, tuple):
+        return f"{value[0]!r},{value[1]!r}"
+    return "back" if value is None else value
 
 
 def _describe_setting(item: tuple[str, Setting]) -> str:

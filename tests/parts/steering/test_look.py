@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,18 +18,11 @@ from torch import nn
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.steering import requests
+from tests.support.looked_models import Weights, alone, batches, fit, late, net
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.part("steering")
-
-Weights = dict[str, torch.Tensor]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2)
-    return nn.Sequential(*layers)
 
 
 def tied_net() -> nn.Sequential:
@@ -47,44 +38,10 @@ def partly_frozen_net() -> nn.Sequential:
     return model
 
 
-def whole_state(model: nn.Module) -> Weights:
-    """Return copies of all tensors of a model; every rank must call it."""
-    from torch.distributed.tensor import DTensor
-
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t.detach()).clone()
-        for name, t in model.state_dict().items()
-    }
-
-
-def batches() -> Iterator[torch.Tensor]:
-    """Yield batches, others on each rank, until the run is asked to finish."""
-    generator = torch.Generator().manual_seed(nbtrain.rank())
-    while not nbtrain.should_stop():
-        yield torch.randn(6, 4, generator=generator)
-        time.sleep(0.005)
-
-
-def fit(wrapped: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Weights]:
-    """Train, and return the weights after each step, which the first rank keeps."""
-    seen = []
-    for x in batches():
-        wrapped(x).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state = whole_state(model)
-        seen.append(state if nbtrain.rank() == 0 else {})
-    return seen
-
-
 def in_ddp(model: nn.Module) -> list[Weights]:
     torch.distributed.init_process_group("gloo")
     wrapped = nn.parallel.DistributedDataParallel(model)
     return fit(wrapped, model, torch.optim.Adam(model.parameters(), lr=1e-2))
-
-
-def alone(model: nn.Module) -> list[Weights]:
-    return fit(model, model, torch.optim.SGD(model.parameters(), lr=1e-2))
 
 
 def in_fsdp_2(model: nn.Module) -> list[Weights]:
@@ -254,12 +211,6 @@ def test_a_look_that_nobody_waits_for_is_called_off() -> None:
     finish(run)
 
 
-def late(model: nn.Module) -> list[Weights]:
-    while not Path(os.environ["NBTRAIN_RUN"], "go").exists():
-        time.sleep(0.01)
-    return alone(model)
-
-
 def train_without_gradient(model: nn.Module) -> None:
     other = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([other], lr=0.1)
@@ -318,7 +269,7 @@ def fills_the_disk(model: nn.Module) -> list[Weights]:
 KERNEL = """
 import os, signal, sys, threading
 import nbtrain
-from tests.parts.steering.test_look import late, net
+from tests.support.looked_models import late, net
 from tests.support.waiting import wait_until
 
 run = nbtrain.launch(late, net(), num_processes=2, detach=True, view="none")

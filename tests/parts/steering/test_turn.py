@@ -298,7 +298,7 @@ def test_what_was_changed_is_kept() -> None:
     turns = {20: (first, {"optimizer": 0}), 60: (second, {"optimizer": "SGD", "group": 0})}
     run = launch(two_optimizers, turns, n=2)
     one, two = run.state.changes
-    assert (one.settings, one.optimizer, one.group) == (first, 0, None)
+    assert (one.settings, one.optimizer, one.group) == (first, "0", None)
     assert (two.settings, two.optimizer, two.group) == (second, "SGD", 0)
     assert one.before.startswith("lr ")
     expected = (f"lr /2 at step {one.step}", f"{two.label} at step {two.step}")
