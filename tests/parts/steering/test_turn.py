@@ -229,6 +229,7 @@ REFUSED = {
     "an unknown name": {"learning_rate": 0.1},
     "betas of SGD": {"betas": (0.9, 0.99)},
     "a knob beyond its bounds": {"temperature": 3.0},
+    "a rate of 0, as in the first step of a warmup": {"lr": 0.1},
 }
 
 
