@@ -45,7 +45,7 @@ class Action:
         return ", ".join(map(_describe_setting, self.settings.items()))
 
     @property
-    def typed(self) -> dict[str, float | str]:
+    def setting_texts(self) -> dict[str, float | str]:
         """The new values as a user types them: a number, ``/3``, ``0.9,0.95`` or ``back``."""
         return {name: _type(value) for name, value in self.settings.items()}
 
