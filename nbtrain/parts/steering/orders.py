@@ -10,6 +10,9 @@ from typing import Any, Literal
 AFTER = ("step", "epoch")
 """What a training may finish after."""
 
+REQUESTS = "requests"
+"""The folder of requests, within that of the run on the launcher's host."""
+
 SAVED = "saved.json"
 """The last file of a folder in `RunFolder.peeks`: why models are missing there, by name."""
 

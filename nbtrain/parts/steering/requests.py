@@ -30,11 +30,8 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...system.files import read_regular
 from .limits import ANSWER_TIMEOUT_S
-from .orders import AFTER, SAVED, Action, Setting
+from .orders import AFTER, REQUESTS, SAVED, Action, Setting
 from .settings import TurnError, check
-
-_FOLDER = "requests"
-"""The folder of the files, within that of the run."""
 
 _NOT_STEERABLE = (
     "this run cannot be steered. It is of an older nbtrain, or was started with `--engine inline`, "
@@ -75,8 +72,8 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     if action.name == "peek":
         (folder.peeks / token).mkdir(mode=0o700, parents=True)
     data = json.dumps(asdict(Request(token, by, action))).encode()
-    (folder.path / _FOLDER).mkdir(mode=0o700, exist_ok=True)
-    write_atomically(folder.path / _FOLDER / f"{token}.json", data)
+    (folder.path / REQUESTS).mkdir(mode=0o700, exist_ok=True)
+    write_atomically(folder.path / REQUESTS / f"{token}.json", data)
     return token
 
 
@@ -87,8 +84,8 @@ def take(folder: Path) -> Iterator[Request]:
     """
     names: list[str] = []
     with contextlib.suppress(OSError):  # mostly because there never was a request
-        names += sorted(name for name in os.listdir(folder / _FOLDER) if name.endswith(".json"))
-    for path in (folder / _FOLDER / name for name in names):
+        names += sorted(name for name in os.listdir(folder / REQUESTS) if name.endswith(".json"))
+    for path in (folder / REQUESTS / name for name in names):
         with contextlib.suppress(OSError):
             data = read_regular(path, 1 << 16)
             path.unlink()

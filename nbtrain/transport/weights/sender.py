@@ -47,7 +47,7 @@ from .models import (
     unwrap,
 )
 from .state_io import WeightFile, save, stamp
-from .tensors import fingerprints, shared_address, size_of, storage_address, to_cpu
+from .tensors import fingerprints, has_no_bytes, shared_address, size_of, storage_address, to_cpu
 
 
 @dataclass(frozen=True)
@@ -262,10 +262,11 @@ class ResultSender:
         is_trained = any(tensor.requires_grad for tensor in own)
         frozen = {id(p) for p in model.parameters() if is_trained and not p.requires_grad}
         here = {id(t): t if id(t) in frozen else to_cpu(t) for t in copy.tensors.values()}
-        copies = {
-            key: tensor.clone() if key not in frozen and storage_address(tensor) in live else tensor
+        own_memory = {
+            key: key not in frozen and not has_no_bytes(tensor) and storage_address(tensor) in live
             for key, tensor in here.items()
         }
+        copies = {key: t.clone() if own_memory[key] else t for key, t in here.items()}
         earlier = start.earlier_names(model) if start is not None else {}
         copied = {earlier.get(n, n) for n, t in copy.tensors.items() if id(t) not in frozen}
         known = self._before[name].items()

@@ -331,3 +331,27 @@ def test_a_host_may_switch_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(PlanError, match="switched off"):
             run.peek()
     finish(run)
+
+
+class WithLazyLayer(nn.Module):
+    """A model with a layer that has no shape yet, as nothing uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = net(), nn.LazyLinear(2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.used(x)
+
+
+def train_with_lazy_layer(model: WithLazyLayer) -> list[Weights]:
+    optimizer = torch.optim.SGD(model.used.parameters(), lr=1e-2)
+    return fit(model, model.used, optimizer)
+
+
+def test_a_layer_without_memory_is_left_out() -> None:
+    model = WithLazyLayer()
+    run = launch(train_with_lazy_layer, model, n=1, background=True)
+    step = run.peek()
+    weights = {n: t.clone() for n, t in model.used.state_dict().items()}
+    assert_equal_states(finish(run)[step - 1], weights)

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from ....part_api import Observer, RankContext, RunFolder, hooks, write_atomically
-from ..orders import SAVED, Decided
+from ..orders import REQUESTS, SAVED, Decided
 
 
 class Looking(Observer):
@@ -57,9 +57,13 @@ class Looking(Observer):
         copies, troubles = sender.copy_models()
         if self._context.global_rank:
             return
-        folder = RunFolder(self._context.job.folder.peeks / token)
+        run = self._context.job.folder
+        folder = RunFolder(run.peeks / token)
 
         def save() -> None:
+            is_home = (run.path / REQUESTS).exists()
+            if is_home and not folder.path.exists():  # nobody waits for the models any more
+                return
             try:
                 left_out = {**troubles, **sender.save_copies(copies, folder)}
                 folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
