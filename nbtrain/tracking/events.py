@@ -486,6 +486,8 @@ class Steered(Event):
     """The number or the class of the optimizer that was changed; "" for all."""
     group: int | None = None
     """The parameter group that was changed. All groups without one."""
+    attempt: int = 1
+    """The attempt whose ranks have carried it out."""
 
     @property
     def change(self) -> str:

@@ -261,7 +261,7 @@ class Steering(Companion):
         text = f"{action.label or 'look'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
         optimizer = "" if action.optimizer is None else str(action.optimizer)
-        which = before, action.setting_texts, optimizer, action.group
+        which = before, action.setting_texts, optimizer, action.group, self._attempt
         event = ev.Steered(clock.now(), -1, pending.number, *values, *which)
         self._news.append(event)
         return event

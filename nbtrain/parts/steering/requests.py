@@ -145,12 +145,14 @@ def peek(
         if answer is None or answer.status == "pending":
             _check_running(run)
             raise NbtrainError(f"{run.folder.name} made no step yet. Look again when it trains")
-        _wait_for_models(run, folder)
+        _wait_for_models(run, folder, answer.attempt)
         left_out = json.loads(read_regular(folder.path / SAVED))
-        for name, reason in left_out.items():
-            warnings.warn(f"`{name}` was not copied: {reason}", stacklevel=4)
-        if folder.list_weights() or left_out:
+        for each, reason in left_out.items():
+            warnings.warn(f"`{each}` was not copied: {reason}", stacklevel=4)
+        if folder.list_weights():
             load_peeked(run, folder, model, name)
+        elif left_out:
+            raise NbtrainError(f"no model was copied: {next(iter(left_out.values()))}")
         elif model is not None:
             raise NbtrainError("no model has changed since the run began, so none was copied")
         return answer
@@ -158,13 +160,14 @@ def peek(
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _wait_for_models(run: Run, folder: RunFolder) -> None:
-    """Wait until the models were saved. Raises `NbtrainError` if they will not be."""
-    of_run, attempt = RunFolder(run.folder), run.state.attempt
+def _wait_for_models(run: Run, folder: RunFolder, attempt: int) -> None:
+    """Wait until an attempt has saved the models. Raises `NbtrainError` if it will not."""
+    of_run = RunFolder(run.folder)
     while not (folder.path / SAVED).exists():
         if run.state.is_over or run.state.attempt != attempt:
             raise NbtrainError(f"the ranks of {run.folder.name} ended before they saved the models")
         if not folder.path.exists():
+            of_run.check_exists()
             raise NbtrainError("the models could not be saved: the disk is full")
         if of_run.questions.exists():  # the ranks are on other hosts
             of_run.ask_remote("peeks", [0])

@@ -265,7 +265,6 @@ def insert_adapters(module: torch.nn.Module, adapters: Collection[Adapter]) -> N
     before = {id(part) for part in module.modules()}
     try:
         peft: Any = importlib.import_module("peft")
-        layer_type = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the rank has shown them
             for adapter in adapters:
@@ -277,23 +276,31 @@ def insert_adapters(module: torch.nn.Module, adapters: Collection[Adapter]) -> N
                 peft.inject_adapter_in_model(config, part, adapter["name"])
                 if isinstance(start, str):
                     config.init_lora_weights = start
-        for adapter in adapters:
-            part = plain_parts(module)[adapter["path"]]
-            for layer in part.modules():
-                if isinstance(layer, layer_type):
-                    if layer.active_adapters != adapter["active"]:
-                        layer.set_adapter(adapter["active"])
-                    layer.merged_adapters = [*adapter["merged"]]
-                    if not adapter["enabled"]:
-                        layer.enable_adapters(False)
-            if adapter.get("of_transformers"):
-                setattr(part, _TRANSFORMERS_MARK, True)
+        set_adapter_states(module, adapters)
     except Exception as error:  # PEFT raises many types for a model that it cannot change
         reason = f"{type(error).__name__}: {error}"
         raise NbtrainError(f"PEFT cannot put the run's adapter into it ({reason})") from error
     for part in module.modules():
         if id(part) not in before:
             part.training = module.training
+
+
+def set_adapter_states(module: torch.nn.Module, adapters: Collection[Adapter]) -> None:
+    """Set which adapters of a module are active, merged and enabled, as they are in the rank."""
+    layer_type: Any = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    for adapter in adapters:
+        part = plain_parts(module)[adapter["path"]]
+        for layer in part.modules():
+            if isinstance(layer, layer_type):
+                if layer.disable_adapters:
+                    layer.enable_adapters(True)
+                if layer.active_adapters != adapter["active"]:
+                    layer.set_adapter(adapter["active"])
+                layer.merged_adapters = [*adapter["merged"]]
+                if not adapter["enabled"]:
+                    layer.enable_adapters(False)
+        if adapter.get("of_transformers"):
+            setattr(part, _TRANSFORMERS_MARK, True)
 
 
 @contextlib.contextmanager

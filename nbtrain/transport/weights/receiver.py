@@ -80,9 +80,18 @@ class ResultReceiver:
                 self._fingerprints[name] = kind.fingerprint(ref())
 
     def remember_loaded(self, values: Collection[Any]) -> None:
-        """Remember what these objects have now: it is of the run, not a change of the notebook."""
-        loaded = {n: v for n, v in self.objects().items() if any(v is other for other in values)}
-        self._launch.remember(loaded)
+        """Remember what these objects have now: it is of the run, not a change of the notebook.
+
+        Of other objects, what they share with these is remembered.
+        """
+        loaded = set[int]().union(*map(_tensor_ids, values))
+        for name, value in self.objects().items():
+            if any(value is other for other in values):
+                self._launch.remember(name, value)
+            elif is_model(value):
+                tensors = named_tensors(value)
+                shared = {n for n, tensor in tensors.items() if id(tensor) in loaded}
+                self._launch.remember(name, value, shared)
 
     def objects(self) -> dict[str, Any]:
         """Return the objects that are copied back and still exist, by name.
@@ -227,17 +236,20 @@ class _Launch:
         self, objects: Mapping[str, Any], namespace: Mapping[str, Any], out: Collection[str]
     ) -> None:
         self._fingerprints = dict[str, Any]()
-        self._read(objects)
-        self._values = {name: namespace.get(name) for name in out if name not in objects}
-
-    def _read(self, objects: Mapping[str, Any]) -> None:
         for name, value in objects.items():
             with contextlib.suppress(Exception):  # users' own classes may raise anything
                 self._fingerprints[name] = state_io.state_fingerprints(value)
+        self._values = {name: namespace.get(name) for name in out if name not in objects}
 
-    def remember(self, objects: Mapping[str, Any]) -> None:
-        """Remember the present state of objects, of those that are compared."""
-        self._read({n: value for n, value in objects.items() if n in self._fingerprints})
+    def remember(self, name: str, value: Any, only: Collection[str] | None = None) -> None:
+        """Remember the present state of an object that is compared, or `only` these tensors."""
+        if name not in self._fingerprints or (only is not None and not only):
+            return
+        with contextlib.suppress(Exception):  # as in `__init__`
+            now = state_io.state_fingerprints(value)
+            chosen = now if only is None else {n: m for n, m in now.items() if n in only}
+            before = {} if only is None else self._fingerprints[name]
+            self._fingerprints[name] = {**before, **chosen}
 
     def check_unchanged(self, name: str, value: Any, file: WeightReader) -> None:
         """Raise `NbtrainError` if the notebook has changed an object since the launch.

@@ -47,7 +47,15 @@ from .models import (
     unwrap,
 )
 from .state_io import WeightFile, save, stamp
-from .tensors import fingerprints, has_no_bytes, shared_address, size_of, storage_address, to_cpu
+from .tensors import (
+    can_be_saved,
+    fingerprints,
+    has_no_bytes,
+    shared_address,
+    size_of,
+    storage_address,
+    to_cpu,
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,11 @@ class ModelCopy:
     """What a file has beside the tensors, see `state_io.extra_states`."""
     before: Mapping[str, Any]
     """The fingerprints from the start, by the names that the tensors have now."""
-    shared: Collection[str]
-    """The tensors that are left out, because the notebook has them in shared memory."""
+    about: Mapping[str, Any]
+    """The new adapters, and the remedy for what the notebook's model has no place for."""
+    unchanged: Mapping[str, str]
+    """The fingerprints of tensors that are left out: they did not change, or are in memory that the
+    notebook shares."""
 
 
 class ResultSender:
@@ -235,9 +246,8 @@ class ResultSender:
         """Copy the models as they are now. Every rank must call this after the same step.
 
         Returns, by name, the copies, in rank 0 only, and why others could not be copied. The copies
-        share no memory with the models, except frozen parameters of a model that trains others:
-        these are not copied. What was copied counts as changed for `send`, because the notebook
-        may have this copy by then.
+        share no memory with the models. What was copied counts as changed for `send`, because the
+        notebook may have this copy by then.
         """
         copies, troubles = dict[str, ModelCopy](), dict[str, str]()
         for name, model in self._objects.items():
@@ -255,35 +265,43 @@ class ResultSender:
         return copies, troubles
 
     def _copy_model(self, name: str, tensors: Mapping[str, Any]) -> ModelCopy:
-        """Return a copy of a model, given its whole `tensors`; frozen ones are not copied."""
+        """Return a copy of a model, given its whole `tensors`.
+
+        A frozen parameter that is as it was at the start is not copied. To know that, it is read:
+        the code may train one by itself, such as a moving average.
+        """
         model, start = self._objects[name], self._at_start.get(name)
-        copy, own = self._read_model(name, tensors), named_tensors(model).values()
-        live = {0, *map(storage_address, own)}
-        is_trained = any(tensor.requires_grad for tensor in own)
-        frozen = {id(p) for p in model.parameters() if is_trained and not p.requires_grad}
-        here = {id(t): t if id(t) in frozen else to_cpu(t) for t in copy.tensors.values()}
-        own_memory = {
-            key: key not in frozen and not has_no_bytes(tensor) and storage_address(tensor) in live
-            for key, tensor in here.items()
-        }
-        copies = {key: t.clone() if own_memory[key] else t for key, t in here.items()}
+        copy = self._read_model(name, tensors)
+        frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+        read = {n: t for n, t in copy.tensors.items() if id(t) in frozen and n in copy.before}
+        marks = fingerprints(read)
+        same = {n: mark for n, mark in marks.items() if mark == copy.before[n]}
+        taken = {n: tensor for n, tensor in copy.tensors.items() if n not in same}
+        # Of a tensor that is no block, the address is 0: it is always cloned.
+        live = {0, *map(storage_address, named_tensors(model).values())}
+        copies = {id(t): _clone(t, live) for t in taken.values()}
         earlier = start.earlier_names(model) if start is not None else {}
-        copied = {earlier.get(n, n) for n, t in copy.tensors.items() if id(t) not in frozen}
+        gone = {earlier.get(n, n) for n, tensor in taken.items() if can_be_saved(tensor)}
         known = self._before[name].items()
-        self._before[name] = {n: mark for n, mark in known if n not in {*copied, *copy.states}}
-        return replace(copy, tensors={n: copies[id(t)] for n, t in copy.tensors.items()})
+        self._before[name] = {n: m for n, m in known if n not in {*gone, *copy.states}}
+        return replace(
+            copy,
+            tensors={n: copies[id(tensor)] for n, tensor in taken.items()},
+            before={n: mark for n, mark in copy.before.items() if n not in same},
+            unchanged={**copy.unchanged, **same},
+        )
 
     def save_copies(self, copies: Mapping[str, ModelCopy], folder: RunFolder) -> dict[str, str]:
         """Save copies as the weights of a folder; return, by name, why others could not be saved.
 
-        A model that has not changed has no file. May be called in any thread.
+        A model that has not changed has no file. May be called in any thread: the models may train.
         """
         troubles = dict[str, str]()
         for name, copy in copies.items():
             try:
                 content = self._find_changes(name, copy)
                 if content is not None:
-                    folder.weights.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    folder.weights.mkdir(mode=0o700, exist_ok=True)
                     save(content, folder.weights_of(name))
             except Exception as error:  # a full disk, a tensor of an unknown type
                 troubles[name] = _describe_trouble(error)
@@ -309,28 +327,27 @@ class ResultSender:
         before = {n: mark for n, mark in self._before[name].items() if n not in shared}
         if start is not None:  # the model can be read
             before = start.move_to_current_names(before, model)
-        tensors = {n: tensor for n, tensor in tensors.items() if n not in shared}
-        return ModelCopy(tensors, state_io.extra_states(model), before, shared)
+        about: dict[str, Any] = {}
+        if start is not None:
+            about = {"adapters": start.find_new_adapters(model), "remedy": ""}
+            with contextlib.suppress(Exception):  # a model of an unknown kind gets no advice
+                if not self._is_in_parts(model) and (change := start.find_change(model)):
+                    about["remedy"] = change.remedy
+        own = {n: tensor for n, tensor in tensors.items() if n not in shared}
+        marks = dict.fromkeys(shared, state_io.SHARED)
+        return ModelCopy(own, state_io.extra_states(model), before, about, marks)
 
     def _find_changes(
         self, name: str, copy: ModelCopy, *, entire: bool = False
     ) -> WeightFile | None:
         """Return the content of a model's file. See `_model_changes`."""
-        model, start = self._objects[name], self._at_start.get(name)
-        about: dict[str, Any] = {}
-        if start is not None:  # the model can be read
-            about = {"adapters": start.find_new_adapters(model), "remedy": ""}
-            with contextlib.suppress(Exception):  # a model of an unknown kind gets no advice
-                if not self._is_in_parts(model) and (change := start.find_change(model)):
-                    about["remedy"] = change.remedy
         content = state_io.module_changes(
-            model, copy.tensors, copy.states, copy.before, entire=entire
+            self._objects[name], copy.tensors, copy.states, copy.before, entire=entire
         )
         if content is None:
             return None
-        shared = dict.fromkeys(copy.shared, state_io.SHARED)
-        unchanged = {**content.about["unchanged"], **shared}
-        return replace(content, about={**content.about, **about, "unchanged": unchanged})
+        unchanged = {**content.about["unchanged"], **copy.unchanged}
+        return replace(content, about={**content.about, **copy.about, "unchanged": unchanged})
 
     def _shared_names(self, tensors: Mapping[Any, Any]) -> list[Any]:
         """Return the names of tensors that are where the notebook shares them with the ranks."""
@@ -574,6 +591,13 @@ def _describe_settings(value: Any) -> str:
             return repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
         return repr(value.state_dict())
     return ""
+
+
+def _clone(tensor: Any, live: Collection[int]) -> Any:
+    """Return a tensor on the CPU that has no memory of the model, whose addresses are `live`."""
+    here = to_cpu(tensor)
+    is_live = not has_no_bytes(here) and storage_address(here) in live
+    return here.clone() if is_live else here
 
 
 def _describe_trouble(error: Exception) -> str:

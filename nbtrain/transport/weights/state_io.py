@@ -36,6 +36,7 @@ from .models import (
     plain_name,
     plain_paths,
     restore_structure,
+    set_adapter_states,
     transient_names,
 )
 from .tensors import (
@@ -522,10 +523,12 @@ def _prepare_model(
 
     adapters = file.about.get("adapters")
     try:
-        return _prepare_tensors(file, module, is_handed_over)
+        load_tensors = _prepare_tensors(file, module, is_handed_over)
     except NbtrainError:
         if not adapters:
             raise
+    else:
+        return functools.partial(_load_with_states, load_tensors, module, adapters or ())
 
     def load() -> bool:
         before = {id(tensor) for tensor in named_tensors(module).values()}
@@ -542,6 +545,19 @@ def _prepare_model(
         insert_adapters(module, adapters)
         _prepare_tensors(file, module, is_handed_over)
     return load
+
+
+def _load_with_states(
+    load: Callable[[], bool], module: torch.nn.Module, adapters: Collection[Any]
+) -> bool:
+    """Load tensors, and set the states of adapters that an earlier load has put into the module.
+
+    Returns whether a tensor changed.
+    """
+    has_changed = load()
+    if adapters:
+        set_adapter_states(module, adapters)
+    return has_changed
 
 
 def _prepare_tensors(

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,6 +353,120 @@ def train_with_lazy_layer(model: WithLazyLayer) -> list[Weights]:
 def test_a_layer_without_memory_is_left_out() -> None:
     model = WithLazyLayer()
     run = launch(train_with_lazy_layer, model, n=1, background=True)
+    run.peek()
     step = run.peek()
     weights = {n: t.clone() for n, t in model.used.state_dict().items()}
-    assert_equal_states(finish(run)[step - 1], weights)
+    seen = finish(run)
+    assert_equal_states(seen[step - 1], weights)
+    assert_equal(model.used, seen[-1])
+
+
+class WithAverage(nn.Module):
+    """A model with a frozen part, which the loop writes just before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Linear(1500, 1500, bias=False) for _ in range(2))
+        self.fixed = nn.Linear(4, 4).requires_grad_(False)
+        self.key.requires_grad_(False)
+
+
+def train_with_average(model: WithAverage) -> int:
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=1.0)
+    steps = 0
+    with torch.no_grad():
+        model.query.weight.zero_()
+    while not nbtrain.should_stop():
+        steps += 1
+        model.query.weight.grad = -torch.ones_like(model.query.weight)
+        with torch.no_grad():
+            model.key.weight.fill_(steps)
+        optimizer.step()
+    return steps
+
+
+def test_a_frozen_part_that_the_loop_writes_is_of_the_same_step() -> None:
+    model = WithAverage()
+    run = launch(train_with_average, model, n=1, background=True)
+    for _ in range(4):
+        step = run.peek()
+        assert (model.query.weight == step).all()
+        assert (model.key.weight == step).all()
+    run.finish()
+    run.wait()
+    assert (model.key.weight == run.value).all()
+
+
+def train_two(first: nn.Module, second: nn.Module) -> None:
+    parameters = {*first.parameters(), *second.parameters()}
+    optimizer = torch.optim.SGD([*parameters], lr=0.01)
+    while not nbtrain.should_stop():
+        (first(torch.randn(6, 4)).sum() + second(torch.randn(6, 4)).sum()).backward()
+        optimizer.step()
+        time.sleep(0.005)
+
+
+def test_what_shares_tensors_with_the_model_comes_home_too() -> None:
+    model = net()
+    part = model[0]
+    run = launch(train_two, model, part, n=1, background=True)
+    run.peek(model)
+    looked = part.weight.clone()
+    run.finish()
+    run.wait()
+    assert not [each.trouble for each in run.state.loaded.values() if each.trouble]
+    assert (part.weight != looked).any()
+
+
+def train_two_and_save_one(first: nn.Module, second: nn.Module) -> None:
+    from nbtrain.transport.weights import sender
+
+    before = sender.save
+
+    def save(content: Any, path: Path) -> Any:
+        if "second" in path.name:
+            raise OSError(28, "No space left on device")
+        return before(content, path)
+
+    sender.save = save
+    try:
+        train_two(first, second)
+    finally:
+        sender.save = before
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_others() -> None:
+    first, second = net(), net()
+    run = launch(train_two_and_save_one, first, second, n=1, background=True)
+    with pytest.warns(UserWarning, match="`second` was not copied"):
+        run.peek()
+    assert (first[0].weight != net()[0].weight).any()
+    assert (second[0].weight == net()[0].weight).all()
+    run.finish()
+    run.wait()
+
+
+def adapt_and_disable(model: nn.Module) -> list[Weights]:
+    import peft
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "2"], r=2))
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    for x in batches():
+        adapted(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with adapted.disable_adapter():
+            time.sleep(0.03)
+    return []
+
+
+def test_an_adapter_that_the_loop_disables_for_a_moment_comes_home_enabled() -> None:
+    tuners = pytest.importorskip("peft.tuners.tuners_utils")
+    model = net()
+    run = launch(adapt_and_disable, model, n=1, background=True)
+    for _ in range(3):
+        run.peek()
+        layers = [m for m in model.modules() if isinstance(m, tuners.BaseTunerLayer)]
+        assert [layer.disable_adapters for layer in layers] == [False, False]
+    finish(run)
+    assert [layer.disable_adapters for layer in layers] == [False, False]

@@ -61,14 +61,12 @@ class Looking(Observer):
         folder = RunFolder(run.peeks / token)
 
         def save() -> None:
-            is_home = (run.path / REQUESTS).exists()
-            if is_home and not folder.path.exists():  # nobody waits for the models any more
-                return
             try:
+                if not (run.path / REQUESTS).exists():  # on another host than the launcher
+                    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 left_out = {**troubles, **sender.save_copies(copies, folder)}
-                folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_atomically(folder.path / SAVED, json.dumps(left_out).encode())
-            except OSError:  # a full disk: who waits for the folder sees that it is gone
+            except OSError:  # a full disk, or the request was withdrawn: its folder is deleted
                 shutil.rmtree(folder.path, ignore_errors=True)
 
         try:
