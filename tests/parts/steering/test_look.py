@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,8 @@ from torch import nn
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.steering import requests
+from nbtrain.parts.steering.orders import Action
+from nbtrain.tracking.run_folder import RunFolder
 from tests.support.looked_models import Weights, alone, batches, fit, late, net
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
@@ -470,3 +474,30 @@ def test_an_adapter_that_the_loop_disables_for_a_moment_comes_home_enabled() -> 
         assert [layer.disable_adapters for layer in layers] == [False, False]
     finish(run)
     assert [layer.disable_adapters for layer in layers] == [False, False]
+
+
+def train_and_save_slowly(model: nn.Module) -> list[Weights]:
+    from nbtrain.transport.weights import sender
+
+    before = sender.save
+
+    def save(content: Any, path: Path) -> Any:
+        Path(os.environ["NBTRAIN_RUN"], "saves").touch()
+        wait_until(lambda: not path.parent.exists())
+        return before(content, path)
+
+    sender.save = save
+    try:
+        return alone(model)
+    finally:
+        sender.save = before
+
+
+def test_a_look_that_is_withdrawn_as_it_is_saved_leaves_nothing() -> None:
+    run = launch(train_and_save_slowly, net(), n=1, background=True)
+    folder = RunFolder(run.folder)
+    token = requests.write(folder, Action("peek"), "by the test")
+    wait_until((run.folder / "saves").exists)
+    shutil.rmtree(folder.peeks / token)
+    finish(run)
+    assert [*folder.peeks.iterdir()] == []
