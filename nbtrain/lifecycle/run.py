@@ -477,6 +477,33 @@ class Run:
         request = part.load_provided("steering", "peek", "run.peek()")
         return int(request(self, model, name).step)
 
+    def keep(self, name: str = "") -> Path:
+        """Save a checkpoint of a run that trains; return the folder or file that it is in.
+
+        It is of one step of all ranks, which train on. Trainers of transformers and Lightning save
+        all that they need to continue there, and ``Accelerator.save_state`` what the Accelerator
+        has prepared. Of another loop, the models that the function was given and their optimizers
+        are saved. It waits for the next step and until the checkpoint is complete. It also works
+        for a run of another kernel.
+
+        The checkpoint is in the run's folder, which nbtrain does not delete then.
+
+        Example::
+
+            path = run.keep("before the restart")
+            nbtrain.launch(train, model, start_from=path)
+
+        Args:
+            name: what charts and tables call it.
+
+        Raises:
+            NbtrainError: as `finish`; or nothing can be saved, or not all nodes of the run see its
+                folder.
+            PlanError: steering is switched off on this host, or the name is no short text.
+        """
+        request = part.load_provided("steering", "keep", "run.keep()")
+        return request(self, name)  # type: ignore[no-any-return]
+
     def stacks(self) -> stacks.Stacks:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 

@@ -1,4 +1,4 @@
-"""Deletes old runs: keeps the newest, those in use by a process, and those that still run."""
+"""Deletes old runs: keeps the newest, those in use, those that run, and kept checkpoints."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ def prune(
 ) -> None:
     """Delete old runs and the weights of others; skip those in use and those that still run.
 
+    A run with a checkpoint of ``run.keep`` also stays.
+
     The `keep` runs that ended last stay, and `limits.MAX_RUNS` scaling measurements. Only the last
     `limits.MAX_RUNS_WITH_WEIGHTS` of them keep their weights, and as many runs whose weights no
     notebook has loaded. A folder is renamed before it is deleted, so that readers see all of a run
@@ -96,7 +98,8 @@ def prune(
         for folder in folders[: max(0, len(folders) - count)]:
             if is_over():
                 return
-            if not is_watched(folder, limits.REMOTE_RUN_KEPT_S) and not is_in_use(folder):
+            is_used = is_watched(folder, limits.REMOTE_RUN_KEPT_S) or is_in_use(folder)
+            if not is_used and not folder.kept.exists():  # that is for the user to delete
                 yield folder
 
     folders = runs(is_trusted=False, is_over=is_over)

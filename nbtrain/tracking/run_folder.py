@@ -73,6 +73,7 @@ class RunFolder:
     stop_request_file = _File("stop-wish")
     stopping_file = _File("stop")
     checkpoints = _File("checkpoints")
+    kept = _File("checkpoints/kept")
     weights = _File("weights")
     questions = _File("questions")
     peeks = _File("peeks")

@@ -71,16 +71,29 @@ def checkpoint(step: int, keep: int | None = 2) -> Iterator[Path]:
     """
     if int(step) < 0 or (keep is not None and keep < 1):
         raise ValueError(f"checkpoint: step must be ≥ 0 and keep ≥ 1, not {step!r} and {keep!r}")
-    rank = os.environ.get("RANK", "0")
     folder = checkpoint_dir() / f"step-{int(step):08d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / f".done-{rank}"
-    mark.unlink(missing_ok=True)  # of an earlier attempt: the checkpoint is incomplete from now on
+    begin(folder)
     yield folder
-    # The same for all ranks of an attempt, and different in another attempt.
-    mark.write_text(f"attempt {attempt()}, {int(os.environ.get('WORLD_SIZE') or 1)} ranks")
-    if rank == "0":
+    mark_done(folder)
+    if os.environ.get("RANK", "0") == "0":
         prune(_dir(), keep)
+
+
+def begin(folder: Path) -> None:
+    """Make the folder of a checkpoint, which is incomplete until each rank calls `mark_done`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _mark(folder).unlink(missing_ok=True)  # of an earlier attempt
+
+
+def mark_done(folder: Path) -> None:
+    """Mark that this rank has saved all of its part of a checkpoint."""
+    # The same for all ranks of an attempt, and different in another attempt.
+    stamp = f"attempt {attempt()}, {int(os.environ.get('WORLD_SIZE') or 1)} ranks"
+    _mark(folder).write_text(stamp)
+
+
+def _mark(folder: Path) -> Path:
+    return folder / f".done-{os.environ.get('RANK', '0')}"
 
 
 def last_checkpoint() -> Path | None:
@@ -99,7 +112,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
-    return list(filter(_is_complete, checkpoints_in(folder)))
+    return list(filter(is_complete, checkpoints_in(folder)))
 
 
 def newest_incomplete(folder: Path) -> str:
@@ -108,7 +121,7 @@ def newest_incomplete(folder: Path) -> str:
     "" otherwise, also without a checkpoint.
     """
     newest = next(iter(checkpoints_in(folder)[-1:]), None)
-    is_saved = newest is not None and (newest / ".done-0").exists() and not _is_complete(newest)
+    is_saved = newest is not None and (newest / ".done-0").exists() and not is_complete(newest)
     return newest.name if newest is not None and is_saved else ""
 
 
@@ -123,7 +136,7 @@ def prune(folder: Path, keep: int | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Return whether all ranks of one attempt have left the checkpoint."""
     try:
         stamp = (folder / ".done-0").read_text()

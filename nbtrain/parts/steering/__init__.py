@@ -28,6 +28,13 @@ PART = Part(
                        models; the training goes on
 """,
         ),
+        "keep": Command(
+            "steering.commands:keep_magic",
+            """
+%nbtrain keep [RUN]    save a checkpoint of a run while it trains, to start another run from
+                       (--name TEXT: what it is called)
+""",
+        ),
     },
     shell_commands={
         "finish": Command(
@@ -40,6 +47,11 @@ PART = Part(
             "change the learning rate or another setting of a run while it trains",
             arguments="steering.commands:add_turn_arguments",
         ),
+        "keep": Command(
+            "steering.commands:keep_from_shell",
+            "save a checkpoint of a run while it trains",
+            arguments="steering.commands:add_keep_arguments",
+        ),
     },
     launch_side="steering.launch_side:SteeringLaunch",
     rank_side="steering.ranks.boundaries:SteeringRank",
@@ -47,6 +59,7 @@ PART = Part(
         "finish": "steering.requests:finish",
         "turn": "steering.requests:turn",
         "peek": "steering.requests:peek",
+        "keep": "steering.requests:keep",
     },
     switch="steering",
 )

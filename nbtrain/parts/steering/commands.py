@@ -1,11 +1,11 @@
-"""The commands ``finish`` and ``turn``, of ``%nbtrain`` and of ``nbtrain`` in a terminal."""
+"""The commands ``finish``, ``turn``, ``peek`` and ``keep``, of ``%nbtrain`` and in a terminal."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
-from ...part_api import PlanError, Run, Typed, find_run
+from ...part_api import PlanError, Run, Typed, find_run, split_line
 from ...part_api import events as ev
 from . import requests
 from .orders import AFTER, Setting
@@ -54,6 +54,32 @@ def peek_magic(typed: Typed) -> None:
     run = find_run(typed.text)
     answer = requests.peek(run, by="by %nbtrain peek")
     print(f"{run.folder.name}: the notebook's models have the weights of step {answer.step:,}")
+
+
+def keep_magic(typed: Typed) -> None:
+    """Save a checkpoint from a cell, and print where it is.
+
+    Raises `PlanError` for wrong arguments, and `NbtrainError` as `Run.keep`.
+    """
+    print(_keep(_parse(typed, add_keep_arguments), "by %nbtrain keep"))
+
+
+def keep_from_shell(options: argparse.Namespace) -> int:
+    """Save a checkpoint from a terminal, and print where it is; return 0."""
+    print(_keep(options, "by `nbtrain keep`"))
+    return 0
+
+
+def add_keep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``keep`` to a parser."""
+    parser.add_argument("run", nargs="*", metavar="RUN", help=_RUN)
+    text = "a name of the checkpoint, for the charts"
+    parser.add_argument("--name", metavar="TEXT", default="", help=text)
+
+
+def _keep(options: argparse.Namespace, by: str) -> str:
+    run = find_run(" ".join(options.run))
+    return f"saved {requests.keep(run, options.name, by)}"
 
 
 def turn_magic(typed: Typed) -> None:
@@ -106,7 +132,7 @@ def _parse(
     """Return the options of a command as it was typed in a cell. Raises `PlanError`."""
     parser = _Parser(add_help=False)
     add_arguments(parser)
-    return parser.parse_args(typed.text.split())
+    return parser.parse_args(split_line(typed.text))
 
 
 def _describe(run: Run, answer: ev.Steered | None) -> str:

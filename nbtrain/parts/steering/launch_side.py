@@ -205,10 +205,11 @@ class Steering(Companion):
             self._call_off(pending, refusals[0])
             return
         request, number = pending.request, pending.number
-        is_peek = request.action.name == "peek"
-        if is_peek and not (self._folder.peeks / request.token).exists():
+        if request.action.name == "peek" and not (self._folder.peeks / request.token).exists():
             self._call_off(pending, "nobody waits for it any more")
             return
+        before = max(rank.steps_before for rank in state.ranks)
+        step, detail = before + max(each.step for each in members), members[0].detail
         self._decide(
             pending,
             Decided(
@@ -217,12 +218,11 @@ class Steering(Companion):
                 request.token,
                 is_applied=True,
                 ends_bars=len({each.bars for each in members}) == 1,
+                step=step,
             ),
         )
-        if not is_peek:  # a new attempt trains other weights
+        if request.action.name in ("finish", "turn"):  # the rest is of these weights alone
             self._applied.append(request)
-        before = max(rank.steps_before for rank in state.ranks)
-        step, detail = before + max(each.step for each in members), members[0].detail
         changed = f" ({detail} before)" if detail else ""
         steps = _planned_steps(state)
         event = self._add_event(

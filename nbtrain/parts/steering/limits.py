@@ -20,6 +20,9 @@ MAX_SLIDERS = 16
 MAX_SEPARATE_OPTIMIZERS = 4
 """With more optimizers than this, one slider is for all of them: there may be one a parameter."""
 
+MAX_TITLE_CHARS = 80
+"""Of the name of a checkpoint."""
+
 WAIT_POLL_S = 0.001
 """Between two readings of the bell by a rank that waits."""
 

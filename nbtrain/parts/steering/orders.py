@@ -28,7 +28,7 @@ gives the setting back to the training code."""
 class Action:
     """What all ranks do at the agreed step. Its values fit into JSON."""
 
-    name: Literal["finish", "turn", "peek"]
+    name: Literal["finish", "turn", "peek", "keep"]
     after: str = "step"
     """To finish: one of `AFTER`."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -37,6 +37,8 @@ class Action:
     """The number of an optimizer, or the name of its class; without one, all optimizers."""
     group: int | None = None
     """The number of a parameter group; without one, all groups."""
+    title: str = ""
+    """To keep a checkpoint: what the user calls it."""
 
     @property
     def label(self) -> str:
@@ -45,6 +47,8 @@ class Action:
             return "finish" if self.after == "step" else f"finish after this {self.after}"
         if self.name == "peek":
             return ""
+        if self.name == "keep":
+            return f'checkpoint "{self.title}"' if self.title else "checkpoint"
         return ", ".join(map(_describe_setting, self.settings.items()))
 
     @property
@@ -57,7 +61,7 @@ class Action:
         """Return the action of a decoded record. Raises `ValueError` or `TypeError`."""
         settings = {str(name): _decode(value) for name, value in record["settings"].items()}
         action = cls(**{**record, "settings": settings})
-        if action.name not in ("finish", "turn", "peek") or action.after not in AFTER:
+        if action.name not in ("finish", "turn", "peek", "keep") or action.after not in AFTER:
             raise ValueError(f"{action} is unknown to this version of nbtrain")
         return action
 
@@ -106,6 +110,8 @@ class Decided:
     is_applied: bool = False
     ends_bars: bool = False
     """Whether bars that the training iterates over end: all ranks have the same number of them."""
+    step: int = 0
+    """The number of the agreed step, in all attempts."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ from ...part_api import (
 )
 from ...part_api import events as ev
 from ...system.files import read_regular
-from .limits import ANSWER_TIMEOUT_S
+from ...worker.checkpoints import is_complete
+from . import kept
+from .limits import ANSWER_TIMEOUT_S, MAX_TITLE_CHARS
 from .orders import AFTER, REQUESTS, SAVED, Action, Setting
 from .settings import TurnError, check
 
@@ -158,6 +160,33 @@ def peek(
         return answer
     finally:  # also after an interrupt: then the request is called off
         shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def keep(run: Run, name: str = "", by: str = "by run.keep()") -> Path:
+    """Do what `Run.keep` does."""
+    if not isinstance(name, str) or len(name) > MAX_TITLE_CHARS or not name.isprintable():
+        most = f"a text of at most {MAX_TITLE_CHARS} characters in one line"
+        raise PlanError(f"the name of a checkpoint must be {most}, not {name!r:.99}")
+    _check_running(run)
+    of_run = RunFolder(run.folder)
+    answer = _wait_for_answer(run, write(of_run, Action("keep", title=name), by), math.inf)
+    if answer is None or answer.step is None:
+        raise NbtrainError(f"{run.folder.name} ended before its next step")
+    folder = kept.folder_of(of_run, answer.step)
+    failed = kept.failure_file(folder, answer.attempt)
+    while not is_complete(folder):
+        is_last = run.state.is_over or run.state.attempt != answer.attempt
+        if failed.exists() and (reason := read_regular(failed).decode()):
+            raise NbtrainError(f"the checkpoint of step {answer.step:,} was not saved: {reason}")
+        if is_last and not is_complete(folder):
+            of_run.check_exists()
+            raise NbtrainError("the ranks ended before they saved the checkpoint")
+        time.sleep(POLL_INTERVAL_S)
+    content = kept.content_of(folder)
+    if (content / SAVED).exists():
+        for each, reason in json.loads(read_regular(content / SAVED)).items():
+            warnings.warn(f"`{each}` is not in the checkpoint: {reason}", stacklevel=3)
+    return content
 
 
 def _wait_for_models(run: Run, folder: RunFolder, attempt: int) -> None:

@@ -264,6 +264,12 @@ class ResultSender:
                 troubles[name] = _describe_trouble(error)
         return copies, troubles
 
+    def has_whole(self, parameters: Iterable[Any]) -> bool:
+        """Return whether parameters are of the notebook's models, and whole in this rank."""
+        models = [model for model in self._objects.values() if is_model(model)]
+        known = {id(t) for m in models if not self._is_in_parts(m) for t in m.parameters()}
+        return known.issuperset(map(id, parameters))
+
     def _copy_model(self, name: str, tensors: Mapping[str, Any]) -> ModelCopy:
         """Return a copy of a model, given its whole `tensors`.
 

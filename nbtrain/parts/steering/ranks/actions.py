@@ -8,6 +8,7 @@ from ....part_api import RankContext
 from ..orders import Action, Decided
 from ..settings import TurnError
 from .finish import Finishing
+from .keep import Keeping
 from .look import Looking
 from .turn import Turning
 
@@ -26,14 +27,15 @@ class Actions:
 
     def __init__(self, context: RankContext) -> None:
         self._finishing, self._turning = Finishing(context), Turning(context)
-        self._looking = Looking(context)
+        self._looking, self._keeping = Looking(context), Keeping(context)
 
     def prepare(self, action: Action) -> Prepared:
         """Get ready for an action, and return what the launcher needs to decide about it."""
         if action.name == "finish":
             return Prepared(self._finishing.prepare())
-        if action.name == "peek":
-            refusal = self._looking.find_refusal()
+        if action.name in ("peek", "keep"):
+            saving = self._looking if action.name == "peek" else self._keeping
+            refusal = saving.find_refusal()
             return Prepared(detail=refusal, is_refused=bool(refusal))
         try:
             return Prepared(detail=self._turning.describe(action))
@@ -48,5 +50,7 @@ class Actions:
             self._finishing.apply(decided)
         elif decided.action.name == "peek":
             self._looking.apply(decided)
+        elif decided.action.name == "keep":
+            self._keeping.apply(decided)
         else:
             self._turning.apply(decided.action)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
-from types import FrameType
-from typing import Any
+from functools import partial
 
-from ....part_api import Observer, RankContext, RunFolder, hooks, write_atomically
+from ....part_api import RankContext, RunFolder, write_atomically
 from ..orders import REQUESTS, SAVED, Decided
+from .outer_step import AfterStep
 
 
-class Looking(Observer):
+class Looking:
     """The copies of the models of a rank. All ranks copy what is sharded, the first saves it."""
 
-    purpose = "steering"
-
     def __init__(self, context: RankContext) -> None:
-        self._context = context
-        self._tokens: list[str] = []  # of requests that wait for the end of the present step
+        self._context, self._after_step = context, AfterStep()
 
     def find_refusal(self) -> str:
         """Return why there is nothing to look at, for people; "" if there is a model."""
@@ -34,21 +30,8 @@ class Looking(Observer):
 
     def apply(self, decided: Decided) -> None:
         """Copy the models after the present step."""
-        if not _is_in_outer_step():
-            self._copy(decided.token)
-            return
-        # The outer step changes the weights after the step that was agreed on.
-        self._tokens.append(decided.token)
-        hooks.drop(self, hooks.notify.on_step)
-        hooks.add(self, hooks.notify.on_step)
-
-    def on_step(self, optimizer: Any) -> None:
-        """Copy the models once the outermost step has ended."""
-        if not _is_in_outer_step():
-            hooks.drop(self, hooks.notify.on_step)
-            tokens, self._tokens = self._tokens, []
-            for token in tokens:
-                self._copy(token)
+        # An outer step changes the weights after the step that was agreed on.
+        self._after_step.call(partial(self._copy, decided.token))
 
     def _copy(self, token: str) -> None:
         """Copy the models. A thread saves the copies while the training goes on."""
@@ -73,20 +56,3 @@ class Looking(Observer):
             threading.Thread(target=save, name="nbtrain-look").start()
         except RuntimeError:  # this process cannot start a thread
             save()
-
-
-def _is_in_outer_step() -> bool:
-    """Return whether an optimizer makes its step within that of another one.
-
-    torch wraps the `step` of each optimizer in the function that is counted here.
-    """
-    wrappers = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        wrappers += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
-        frame = frame.f_back
-    return wrappers > 1
-
-
-_OPTIMIZER_FILE = "/torch/optim/optimizer.py"
