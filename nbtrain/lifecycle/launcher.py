@@ -121,6 +121,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     max_restarts: int = 0,
+    start_from: Run | str | os.PathLike[str] | None = None,
     background: bool = False,
     detach: bool = False,
     view: str = "auto",
@@ -177,6 +178,10 @@ def launch(
         timeout: nbtrain stops the run after this many seconds, restarts included.
         max_restarts: how often nbtrain starts all ranks again after one failed, unless the failure
             is a mistake that would only repeat itself; see `nbtrain.last_checkpoint`.
+        start_from: a run that has kept a checkpoint (`Run.keep`, `nbtrain.checkpoint`), or the path
+            of any checkpoint. A Trainer of transformers or Lightning continues there. Another loop
+            begins at its start with the weights and the optimizers' states of the checkpoint,
+            unless the function loads what `nbtrain.last_checkpoint` returns.
         background: return the run when its ranks have started; it ends with the kernel.
         detach: the same, but the run survives the kernel: ``%nbtrain show`` displays it in another.
         view: how progress is shown: 'auto', 'widget', 'html', 'text' or 'none'.

@@ -116,6 +116,10 @@ class Run:
         """The run's folder, with one log and one event file per rank."""
         return self._folder.path
 
+    def __fspath__(self) -> str:
+        """Return the run's folder: a run can be used as a path."""
+        return str(self.folder)
+
     @property
     def state(self) -> RunState:
         """The present state: `status`, `ranks`, `elapsed(now)` and more. It is immutable."""

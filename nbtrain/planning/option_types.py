@@ -287,6 +287,13 @@ class Secret(str):
         return "'…'"
 
 
+def read_start(start: str | os.PathLike[str] | None) -> str | None:
+    """Return the path of the checkpoint to start from. Raises `PlanError` if there is none."""
+    if start is None:
+        return None
+    return str(part.load_provided("steering", "find_start", "start_from")(os.fspath(start)))
+
+
 def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
     """Return texts as secrets, each once and without spaces around; () for None."""
     texts = [texts] if isinstance(texts, str) else texts or ()

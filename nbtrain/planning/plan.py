@@ -207,6 +207,14 @@ class Plan:
             lambda n: type(n) is int and n in range(1001),
         ),
     )
+    start_from: str | None = option(
+        "--start-from",
+        "start from a checkpoint: of a run (its number, name or folder), or at a path",
+        metavar="RUN|PATH",
+        types=(str, os.PathLike),
+        convert=options.read_start,
+        part="steering",
+    )
     background: bool = option(
         "--background",
         "return the prompt at once; the board stays live, and run.wait() waits for the end",

@@ -99,10 +99,16 @@ def _mark(folder: Path) -> Path:
 def last_checkpoint() -> Path | None:
     """Return the folder of the newest complete checkpoint, or None.
 
-    All ranks of an attempt get the same folder if they call this before any of them saves again.
-    After a restart on fewer nodes, a larger number of ranks may have saved it.
+    Before the run has one, it is the checkpoint of ``start_from``, which may be a file. All ranks
+    of an attempt get the same one if they call this before any of them saves again. After a restart
+    on fewer nodes, a larger number of ranks may have saved it.
     """
-    return next(iter(complete_checkpoints(_dir())[-1:]), None)
+    own = next(iter(complete_checkpoints(_dir())[-1:]), None)
+    context = rank_context.current()
+    if own is not None or context is None or context.job.plan.start_from is None:
+        return own
+    context.start_is_read = True
+    return Path(context.job.plan.start_from)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -194,6 +194,8 @@ def _run_and_report(
             if not (job.in_kernel or job.ranks_stay):
                 renew_accelerate_state(job.plan)
             task_values.forget_references(job.plan.task)
+            for side in sides_of(job):
+                side.before_call(context)
             value = _run_watched(context, call)
             _deliver(context, sender, value, threads)
             return 0, None

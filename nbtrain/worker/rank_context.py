@@ -93,6 +93,8 @@ class RankContext:
     """Names of logged losses that were not finite."""
     knobs: dict[str, Knob] = field(default_factory=dict)
     """The numbers that the task's code gets from `nbtrain.knob`, by name."""
+    start_is_read: bool = False
+    """Whether the task has got the checkpoint to start from by `nbtrain.last_checkpoint`."""
     is_finishing: bool = False
     """Whether the training should end, and the code after it run: see `nbtrain.should_stop`."""
 
@@ -137,6 +139,9 @@ class RankSide:
 
     def begin(self, context: RankContext) -> None:
         """Prepare for a task."""
+
+    def before_call(self, context: RankContext) -> None:
+        """Prepare just before the task is called, with its `sender`; an error fails the rank."""
 
     def finish_task(self, context: RankContext) -> None:
         """Let what was queued end: the task has returned, and a peer may wait for this rank."""

@@ -18,6 +18,8 @@ from ...part_api import (
     Job,
     LaunchSide,
     OrderWriter,
+    Plan,
+    PlanError,
     RankState,
     Run,
     RunFolder,
@@ -56,6 +58,11 @@ class SteeringLaunch(LaunchSide):
             button = RunButton("Look", "eye", _LOOK_TIP, "looking…", look, lambda _: False)
             buttons.insert(1, button)
         return buttons
+
+    def check(self, plan: Plan) -> None:
+        """Refuse to start from a checkpoint without ranks. Raises `PlanError`."""
+        if plan.start_from is not None and plan.engine == "inline":
+            raise PlanError("start_from needs ranks of its own, which the inline engine lacks")
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]

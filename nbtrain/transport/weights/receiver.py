@@ -405,20 +405,29 @@ def load(
     folder.check_exists()
     known = receiver.objects() if receiver is not None else {}
     names = _select_weights(folder, known, target, name, call)
-    ready, targets = {}, []
+    targets = {each: known.get(each) if target is None else target for each in names}
     stamps = {sent.name: sent.stamp for rank in state.ranks for sent in rank.saved}
+    load_all(folder, targets, stamps)
+    if receiver is not None:
+        receiver.remember_loaded(targets.values())
+
+
+def load_all(
+    folder: RunFolder, targets: Mapping[str, Any], stamps: Mapping[str, str] | None = None
+) -> None:
+    """Load saved weights into models or optimizers by the names of the weights: all, or none.
+
+    Raises `NbtrainError`, as `load`.
+    """
+    ready = {}
     with contextlib.ExitStack() as files:
-        for each in names:  # all of them are checked before any is loaded
-            into = known.get(each) if target is None else target
-            targets.append(into)
+        for each, into in targets.items():  # all of them are checked before any is loaded
             with _only_nbtrain_errors(f"`{each}` was not loaded, and nothing changed: "):
-                file = _open_weights(folder, each, stamps, files, into)
+                file = _open_weights(folder, each, stamps or {}, files, into)
                 ready[each] = state_io.prepare_load(file, into)
         for each, load_weights in ready.items():
             with _only_nbtrain_errors(f"`{each}`: "):
                 load_weights()
-    if receiver is not None:
-        receiver.remember_loaded(targets)
 
 
 def _select_weights(

@@ -11,6 +11,7 @@ from ....part_api import events as ev
 from .. import limits
 from ..orders import Asked, Decided, Orders
 from .actions import Actions
+from .start import Starting
 
 _NEVER = sys.maxsize
 
@@ -97,11 +98,20 @@ class StepBoundaries(Observer):
 class SteeringRank(RankSide):
     """Makes a rank follow requests."""
 
+    _starting: Starting | None = None
+
     def begin(self, context: RankContext) -> None:
         """Follow the requests of this task, if the launcher has made the files for them."""
+        path = context.job.plan.start_from
+        self._starting = Starting(context, path) if path is not None else None
         try:
             reader = OrderReader(context.job.folder.path)
         except OSError:  # this run is not steered, or the file system cannot share memory
             return
         undo_later(reader.close)
         hooks.add(StepBoundaries(context, reader, Actions(context)))
+
+    def before_call(self, context: RankContext) -> None:
+        """Load the models that the run starts from. Raises `NbtrainError` if that is impossible."""
+        if self._starting is not None:
+            self._starting.load_models()
