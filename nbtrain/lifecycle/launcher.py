@@ -122,6 +122,7 @@ def launch(
     timeout: float | None = None,
     max_restarts: int = 0,
     start_from: Run | str | os.PathLike[str] | None = None,
+    turn: Mapping[str, Any] | None = None,
     background: bool = False,
     detach: bool = False,
     view: str = "auto",
@@ -182,6 +183,8 @@ def launch(
             of any checkpoint. A Trainer of transformers or Lightning continues there. Another loop
             begins at its start with the weights and the optimizers' states of the checkpoint,
             unless the function loads what `nbtrain.last_checkpoint` returns.
+        turn: new settings of the optimizers from the first step on, as for `Run.turn`:
+            ``{"lr": "/3"}``. A checkpoint that is loaded does not replace them.
         background: return the run when its ranks have started; it ends with the kernel.
         detach: the same, but the run survives the kernel: ``%nbtrain show`` displays it in another.
         view: how progress is shown: 'auto', 'widget', 'html', 'text' or 'none'.

@@ -294,6 +294,17 @@ def read_start(start: str | os.PathLike[str] | None) -> str | None:
     return str(part.load_provided("steering", "find_start", "start_from")(os.fspath(start)))
 
 
+def read_turn(settings: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:
+    """Return settings of optimizers by name, also from texts such as ``lr=/3``.
+
+    Raises `PlanError` for a name or a value that is impossible.
+    """
+    if not settings:
+        return {}
+    read = part.load_provided("steering", "read_settings", "turn")
+    return dict(read(settings))
+
+
 def read_secrets(texts: str | Iterable[str] | None) -> tuple[Secret, ...]:
     """Return texts as secrets, each once and without spaces around; () for None."""
     texts = [texts] if isinstance(texts, str) else texts or ()

@@ -215,6 +215,16 @@ class Plan:
         convert=options.read_start,
         part="steering",
     )
+    turn: Mapping[str, Any] = option(
+        "--turn",
+        "change settings of the optimizers from the first step on, as %%nbtrain turn does: lr=/3",
+        {},
+        metavar="NAME=VALUE",
+        nargs="+",
+        types=(Mapping, Iterable),
+        convert=options.read_turn,
+        part="steering",
+    )
     background: bool = option(
         "--background",
         "return the prompt at once; the board stays live, and run.wait() waits for the end",

@@ -492,7 +492,8 @@ class Steered(Event):
     @property
     def change(self) -> str:
         """The change and its step, ``lr 0.0003 at step 812``; "" if nothing was changed."""
-        return f"{self.label} at step {self.step:,}" if self.label and self.step else ""
+        is_made = self.label and self.step is not None
+        return f"{self.label} at step {self.step:,}" if is_made else ""
 
 
 SettingRow = tuple[int, str, str, float, float | None, float | None, bool, bool]

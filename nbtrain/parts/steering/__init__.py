@@ -60,6 +60,7 @@ PART = Part(
         "turn": "steering.requests:turn",
         "peek": "steering.requests:peek",
         "keep": "steering.requests:keep",
+        "read_settings": "steering.settings:read_settings",
         "find_start": "steering.start_points:find_start",
     },
     switch="steering",

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from ...part_api import PlanError, Run, Typed, find_run, split_line
 from ...part_api import events as ev
 from . import requests
-from .orders import AFTER, Setting
+from .orders import AFTER
+from .settings import TurnError, read_setting
 
 _RUN = "a run: its number, its --name, or the start of its folder's name (default: the last)"
 
@@ -106,24 +107,14 @@ def _turn(options: argparse.Namespace, by: str) -> str:
     """Request new settings; return the answer for people. Raises `PlanError` for a wrong word."""
     names = [word for word in options.words if "=" not in word]
     pairs = (word.partition("=") for word in options.words if "=" in word)
-    settings = {name: _read_setting(name, text) for name, _, text in pairs}
+    try:
+        settings = {name: read_setting(name, text) for name, _, text in pairs}
+    except TurnError as error:
+        raise PlanError(str(error)) from None
     which = options.optimizer
     optimizer = int(which) if which is not None and which.isdecimal() else which
     run = find_run(" ".join(names))
     return _describe(run, requests.turn(run, settings, optimizer, options.group, by))
-
-
-def _read_setting(name: str, text: str) -> Setting:
-    """Return the setting that was typed. Raises `PlanError` for any other text."""
-    if text == "back":
-        return None
-    if text[:1] in ("*", "/"):
-        return text
-    try:
-        numbers = [float(each) for each in text.split(",")]
-    except ValueError:
-        raise PlanError(f"{name}={text}: the value must be a number, such as {name}=0.1") from None
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else numbers[0]
 
 
 def _parse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -34,7 +34,7 @@ from ...ui.displays.widget_controls import PanelButton, RunButton
 from . import requests
 from .agreement import Agreement
 from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S
-from .orders import STILL_TRAINS, Action, Asked, Decided, Orders
+from .orders import STILL_TRAINS, Action, Asked, Decided, Orders, Setting
 from .panel import SettingsPanel, settings_of
 
 
@@ -61,8 +61,8 @@ class SteeringLaunch(LaunchSide):
 
     def check(self, plan: Plan) -> None:
         """Refuse to start from a checkpoint without ranks. Raises `PlanError`."""
-        if plan.start_from is not None and plan.engine == "inline":
-            raise PlanError("start_from needs ranks of its own, which the inline engine lacks")
+        if plan.engine == "inline" and (plan.start_from is not None or plan.turn):
+            raise PlanError("start_from and turn need ranks, and the inline engine starts none")
 
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
@@ -73,6 +73,14 @@ class SteeringLaunch(LaunchSide):
         together are of this run.
         """
         plan = job.plan
+        steering = self._steering(job, engine)
+        if steering is None and plan.turn:
+            raise PlanError(f"turn: {requests.NOT_STEERABLE}")
+        return steering
+
+    def _steering(self, job: Job, engine: Engine) -> Steering | None:
+        """Return what `companion` does."""
+        plan = job.plan
         is_alone = not (job.in_kernel or plan.takes_tasks or plan.scaling or plan.rendezvous)
         is_near = not (engine.ranks_stay and engine.on_cluster)
         if not (is_alone and is_near) or "steps" not in plan.telemetry:
@@ -80,7 +88,7 @@ class SteeringLaunch(LaunchSide):
         if "steering" in read_disabled():
             return None
         try:
-            return Steering(job.folder)
+            return Steering(job.folder, plan.turn)
         except OSError as error:  # a full disk: the run is not steered
             LOGGER.info("the run cannot be steered: %s", error)
             return None
@@ -127,7 +135,9 @@ RequestStatus = Literal["pending", "applied", "called off"]
 class Steering(Companion):
     """Carries out the requests to one run, one after the other. Raises `OSError` on a full disk."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, at_start: Mapping[str, Setting] | None = None) -> None:
+        self._at_start = at_start or {}
+        """What ranks turn by themselves at their first step."""
         self._folder = folder
         self._orders = OrderWriter(folder.path)
         self._decided: tuple[Decided, ...] = ()
@@ -139,6 +149,7 @@ class Steering(Companion):
         self._unwritten: Orders | None = None  # because the disk was full
         self._number = 0
         self._attempt = 1
+        self._is_noted = False  # `_at_start`, in an event
 
     def attend(self, state: RunState) -> bool:
         """Take new requests, and bring the first of them on; return whether ranks wait for it."""
@@ -146,6 +157,12 @@ class Steering(Companion):
             self._accept(request)
         if state.attempt != self._attempt:
             self._begin_attempt(state.attempt)
+        if self._at_start and not self._is_noted and any(map(_has_stepped, state.ranks)):
+            self._is_noted = True
+            action = Action("turn", settings=self._at_start)
+            first = _Pending(0, requests.Request("", "by the launch", action))
+            before = max(rank.steps_before for rank in state.ranks)
+            self._add_event(first, "applied", "from the first step on", before)
         if self._unwritten is not None:
             self._write(self._unwritten)
         return bool(self._waiting) and self._bring_on(self._waiting[0], state)
@@ -177,6 +194,7 @@ class Steering(Companion):
             pending.agreement = None
         applied, self._applied = self._applied, []
         self._decided, self._finished, self._event = (), None, None
+        self._is_noted = False
         for request in applied:
             self._accept(request)
         self._write(Orders())

@@ -35,7 +35,7 @@ from .limits import ANSWER_TIMEOUT_S, MAX_TITLE_CHARS
 from .orders import AFTER, REQUESTS, SAVED, Action, Setting
 from .settings import TurnError, check
 
-_NOT_STEERABLE = (
+NOT_STEERABLE = (
     "this run cannot be steered. It is of an older nbtrain, or was started with `--engine inline`, "
     "without `steps` in `--telemetry`, with `steering` in NBTRAIN_DISABLE, on live ranks of a "
     "cluster, or as one of several launches. `run.stop()` ends it"
@@ -69,7 +69,7 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     folder.check_exists()
     folder.check_trust()
     if not can_be_steered(folder):
-        raise NbtrainError(_NOT_STEERABLE)
+        raise NbtrainError(NOT_STEERABLE)
     token = f"{time.time_ns()}-{secrets.token_hex(4)}"  # in the order of time
     if action.name == "peek":
         (folder.peeks / token).mkdir(mode=0o700, parents=True)

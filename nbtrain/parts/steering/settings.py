@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...part_api import PlanError
 from .orders import Setting
 
 SETTINGS = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0, "betas": 1.0}
@@ -42,6 +43,40 @@ def _check_numbers(name: str, value: Any) -> None:
         if name in SETTINGS and not 0 <= number < SETTINGS[name]:
             most = "" if SETTINGS[name] == math.inf else f" and below {SETTINGS[name]:g}"
             raise TurnError(f"{name} must be at least 0{most}, not {number:g}")
+
+
+def read_setting(name: str, text: str) -> Setting:
+    """Return the setting that was typed. Raises `TurnError` for any other text."""
+    if text == "back":
+        return None
+    if text[:1] in ("*", "/"):
+        return text
+    try:
+        numbers = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise TurnError(f"{name}={text}: the value must be a number, such as {name}=0.1") from None
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else numbers[0]
+
+
+def read_settings(given: Mapping[str, Setting] | Iterable[str]) -> dict[str, Setting]:
+    """Return the settings for the first step on, also from texts such as ``lr=/3``.
+
+    Raises `PlanError` for a name or a value that is impossible.
+    """
+    try:
+        if isinstance(given, str):
+            given = given.split()
+        if not isinstance(given, Mapping):
+            pairs = [str(each).partition("=") for each in given]
+            given = {name: read_setting(name, text) for name, _, text in pairs}
+        for name, value in given.items():
+            if name not in SETTINGS or value is None:
+                known = ", ".join(SETTINGS)
+                raise TurnError(f"turn: {name!r} must be one of {known}, with a value")
+        check(given)
+    except TurnError as error:
+        raise PlanError(str(error)) from None
+    return dict(given)
 
 
 def factor(name: str, text: str) -> float:

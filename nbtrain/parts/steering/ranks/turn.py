@@ -11,7 +11,16 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-from ....part_api import Observer, RankContext, clock, hooks, patch, undo_later
+from ....part_api import (
+    NbtrainError,
+    Observer,
+    RankContext,
+    clock,
+    hooks,
+    patch,
+    undo_later,
+    when_imported,
+)
 from ....part_api import events as ev
 from ....worker.hooks.hook_state import state
 from ....worker.rank_context import Knob
@@ -94,6 +103,38 @@ class Turning(Observer):
         self._reported: tuple[int, tuple[ev.SettingRow, ...]] = 0, ()
         hooks.add(self, hooks.notify.on_first_step, hooks.notify.on_report)
         patch("fastai.optimizer:Optimizer", "step", self._step_fastai)
+        self._at_start: Mapping[str, Setting] = context.job.plan.turn
+        self._waiting: weakref.WeakKeyDictionary[Any, set[tuple[int, str]]]
+        self._waiting = weakref.WeakKeyDictionary()
+        """The groups that do not have the settings of the launch yet: their rate is 0."""
+        if self._at_start:
+            when_imported("torch.optim.optimizer", self._watch_steps)
+
+    def _watch_steps(self, module: Any) -> None:
+        undo_later(module.register_optimizer_step_pre_hook(self._turn_at_start).remove)
+
+    def _turn_at_start(self, optimizer: Any, *_: Any) -> None:
+        """Give an optimizer the settings of the launch, from its first step with a rate on.
+
+        Raises `NbtrainError` if it has no such setting.
+        """
+        if optimizer not in self._waiting:
+            if self._is_in_step():  # of an optimizer that uses this one
+                return
+            self._waiting[optimizer] = self._find_at_start(optimizer)
+        for number, name in list(self._waiting[optimizer]):
+            if name != "lr" or self._given(optimizer, number, name):
+                self._waiting[optimizer].discard((number, name))
+                self._turn(optimizer, number, name, self._at_start[name])
+
+    def _find_at_start(self, optimizer: Any) -> set[tuple[int, str]]:
+        """Return the groups and names of the settings of the launch. Raises `NbtrainError`."""
+        groups = list(enumerate(_groups_of(optimizer)))
+        found = {(n, name) for name in self._at_start for n, g in groups if _key(g, name) in g}
+        missing = sorted({*self._at_start} - {name for _, name in found})
+        if missing and not len(self._waiting):  # a later optimizer may be of another class
+            raise NbtrainError(f"turn: {type(optimizer).__name__} has no {missing[0]}")
+        return found
 
     def on_first_step(self, optimizer: Any) -> None:
         """Remember an optimizer in the order of first steps."""
@@ -232,17 +273,21 @@ class Turning(Observer):
                 knob.turned = None if value is None else _check_knob(name, knob, value)
                 continue
             for optimizer, number in self._groups(action, name):
-                present = self._present(optimizer, number, name)
-                given = self._given(optimizer, number, name)
-                self._hook_into(optimizer)
-                turned = self._turned.setdefault(optimizer, {})
-                turned.pop((number, name), None)
-                if value is not None:
-                    new = _new_value(value, present)
-                    groups = _groups_of(optimizer)
-                    turned[number, name] = _Turned(new, given, groups, number, follows=name == "lr")
+                self._turn(optimizer, number, name, value)
         self._turns += 1
         self.on_report()
+
+    def _turn(self, optimizer: Any, number: int, name: str, value: Setting) -> None:
+        """Turn a setting of a group, or give it back."""
+        present = self._present(optimizer, number, name)
+        given = self._given(optimizer, number, name)
+        self._hook_into(optimizer)
+        turned = self._turned.setdefault(optimizer, {})
+        turned.pop((number, name), None)
+        if value is not None:
+            new = _new_value(value, present)
+            groups = _groups_of(optimizer)
+            turned[number, name] = _Turned(new, given, groups, number, follows=name == "lr")
 
     def _hook_into(self, optimizer: Any) -> None:
         """Have each step of an optimizer be made with the turned values, from now on."""
@@ -267,6 +312,8 @@ class Turning(Observer):
 
     def _step_fastai(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a step of fastai's optimizer with the turned values."""
+        if self._at_start:
+            self._turn_at_start(optimizer)
         self._begin_step(optimizer)
         return original(optimizer, *args, **kwargs)
 
