@@ -488,6 +488,8 @@ class Steered(Event):
     """The parameter group that was changed. All groups without one."""
     attempt: int = 1
     """The attempt whose ranks have carried it out."""
+    calls: int = 0
+    """How many steps the optimizers of a rank had made in that attempt, each of them counted."""
 
     @property
     def change(self) -> str:

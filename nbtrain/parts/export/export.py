@@ -22,6 +22,7 @@ from pathlib import Path
 from ...part_api import (
     Cell,
     PlanError,
+    load_provided,
     mask_source,
     name_with_lookalikes,
     plural,
@@ -47,6 +48,8 @@ def add_arguments(command: ArgumentParser) -> None:
     command.add_argument("-o", "--output", type=Path, metavar="FILE.py", help=text)
     text = "use the N-th %%%%distributed cell, if there are several"
     command.add_argument("--cell", type=int, metavar="N", help=text)
+    text = "make the changes of this run again: what `nbtrain turn` changed, after the same steps"
+    command.add_argument("--run", metavar="RUN", help=text)
 
 
 def shell_command(options: Namespace) -> int:
@@ -55,7 +58,7 @@ def shell_command(options: Namespace) -> int:
     Raises `PlanError` for what cannot be exported, as `export` does.
     """
     output = options.output or options.notebook.with_suffix(".py")
-    print(export(options.notebook, output, options.cell))
+    print(export(options.notebook, output, options.cell, options.run))
     return 0
 
 
@@ -75,10 +78,11 @@ def save(
     return _write(path, inputs, failed, options, cell)
 
 
-def export(notebook: Path, path: Path, number: int | None = None) -> str:
+def export(notebook: Path, path: Path, number: int | None = None, run: str | None = None) -> str:
     """Write the script of a notebook's ``%%distributed`` cell, the `number`-th if given.
 
-    Runs nothing, and returns a message for the user. An earlier script of nbtrain's at `path` is
+    Runs nothing, and returns a message for the user. The script makes the changes of a `run` again:
+    what the user changed with `Run.turn`. An earlier script of nbtrain's at `path` is
     replaced. Raises `PlanError` if the notebook cannot be read, the cell does not exist or has to
     be chosen, it cannot become a script, or `path` is another file.
     """
@@ -95,7 +99,10 @@ def export(notebook: Path, path: Path, number: int | None = None) -> str:
         options = parse_options(split_line(magic[1] if magic else ""))
     name = _printable(notebook.name)
     inputs = {f"cell {n} of {name}": text for n, text in enumerate(cells, 1)}
-    return _write(path, inputs, {}, options)
+    changes = ""
+    if run is not None:
+        changes = load_provided("steering", "export_changes", "--run")(run)
+    return _write(path, inputs, {}, options, changes=changes)
 
 
 def _find_cell_index(cells: Sequence[str], number: int | None, notebook: Path) -> int:
@@ -122,10 +129,12 @@ def _write(
     failures: Mapping[str, int],
     options: Namespace,
     running: Cell | None = None,
+    changes: str = "",
 ) -> str:
     """Write the script of the last cell, in place of an earlier script; return a message.
 
-    `inputs` has the cells by their names for messages; `running` is the last one in a kernel.
+    `inputs` has the cells by their names for messages; `running` is the last one in a kernel,
+    and `changes` is code that changes settings as the script trains.
     Raises `PlanError` where the training needs what a script cannot have, and rather than replace
     a file that nbtrain did not write.
     """
@@ -150,6 +159,7 @@ def _write(
         _header(place, options, path.name, secrets),
         "".join(futures),
         *settings,
+        changes or _changes(options),
         "\n" + source,
         "\n" + _call(cell, known),
     ]
@@ -167,6 +177,13 @@ def _write(
     count = source.count(_LEFT_OUT) - source.count(_LEFT_OUT + _IPYTHON)
     note = f" without {plural(count, 'statement')} (marked: left out)" if count else ""
     return f"wrote {path}{note}"
+
+
+def _changes(options: Namespace) -> str:
+    """Return code that makes the changes of ``--turn``; "" without any."""
+    if not options.turn:
+        return ""
+    return str(load_provided("steering", "export_settings", "--turn")(options.turn))
 
 
 def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str:

@@ -61,6 +61,8 @@ PART = Part(
         "peek": "steering.requests:peek",
         "keep": "steering.requests:keep",
         "read_settings": "steering.settings:read_settings",
+        "export_changes": "steering.schedule:export_changes",
+        "export_settings": "steering.schedule:export_settings",
         "find_start": "steering.start_points:find_start",
     },
     switch="steering",

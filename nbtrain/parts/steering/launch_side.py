@@ -157,15 +157,19 @@ class Steering(Companion):
             self._accept(request)
         if state.attempt != self._attempt:
             self._begin_attempt(state.attempt)
+        self._note_start(state)
+        if self._unwritten is not None:
+            self._write(self._unwritten)
+        return bool(self._waiting) and self._bring_on(self._waiting[0], state)
+
+    def _note_start(self, state: RunState) -> None:
+        """Add an event about the settings of the launch, once a rank has made a step."""
         if self._at_start and not self._is_noted and any(map(_has_stepped, state.ranks)):
             self._is_noted = True
             action = Action("turn", settings=self._at_start)
             first = _Pending(0, requests.Request("", "by the launch", action))
             before = max(rank.steps_before for rank in state.ranks)
             self._add_event(first, "applied", "from the first step on", before)
-        if self._unwritten is not None:
-            self._write(self._unwritten)
-        return bool(self._waiting) and self._bring_on(self._waiting[0], state)
 
     def _write(self, orders: Orders) -> None:
         """Give the ranks new orders. On a full disk, `attend` tries it again."""
@@ -251,7 +255,13 @@ class Steering(Companion):
         changed = f" ({detail} before)" if detail else ""
         steps = _planned_steps(state)
         event = self._add_event(
-            pending, "applied", f"agreed at step {step:,}{changed}", step, steps, detail
+            pending,
+            "applied",
+            f"agreed at step {step:,}{changed}",
+            step,
+            steps,
+            detail,
+            members[0].calls,
         )
         if request.action.name == "finish":
             self._finished, self._event = request, event
@@ -278,6 +288,7 @@ class Steering(Companion):
         step: int | None = None,
         steps: int | None = None,
         before: str = "",
+        calls: int = 0,
     ) -> ev.Steered:
         """Add an event about a request to the news, and return it."""
         request = pending.request
@@ -286,7 +297,7 @@ class Steering(Companion):
         text = f"{action.label or 'look'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
         optimizer = "" if action.optimizer is None else str(action.optimizer)
-        which = before, action.setting_texts, optimizer, action.group, self._attempt
+        which = before, action.setting_texts, optimizer, action.group, self._attempt, calls
         event = ev.Steered(clock.now(), -1, pending.number, *values, *which)
         self._news.append(event)
         return event
@@ -298,6 +309,7 @@ class Steering(Companion):
 
     def describe_success(self, state: RunState) -> str:
         """Return the last step of a run that finished early; "" for any other run."""
+        self._note_start(state)  # the last one: a short training may be over already
         done = self._event
         if done is None or any(each.code == STILL_TRAINS for each in state.findings):
             return ""

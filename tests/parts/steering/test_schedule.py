@@ -1,0 +1,105 @@
+"""What was turned in a run, as code in an exported script: it trains as the run did."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbtrain.commands import cli
+from nbtrain.parts.steering.schedule import export_changes, export_settings
+from tests.support.kernel import Notebook
+from tests.support.runs import launch
+
+pytestmark = pytest.mark.part("steering")
+
+CELL = """
+import os, time, torch
+from torch import nn
+
+def train(steps=60):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]
+    optimizers = [
+        torch.optim.SGD(groups, lr=torch.tensor(0.02), momentum=0.9),
+        torch.optim.AdamW(model[1].parameters(), lr=0.01),
+    ]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.99) for o in optimizers]
+    for _ in range(steps):
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        for each in [*optimizers, *schedulers]:
+            each.step()
+        model.zero_grad()
+        if os.environ.get("NBTRAIN_RUN"):
+            time.sleep(0.05)
+    text = repr([p.flatten().tolist() for p in model.parameters()])
+    if path := os.environ.get("RESULT"):
+        with open(path, "w") as file:
+            file.write(text)
+    return text
+"""
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""With other numbers of threads, sums are others in the last digit."""
+
+
+def test_a_script_repeats_the_run_bit_for_bit(tmp_path: Path, capsys: Any) -> None:
+    space: dict[str, Any] = {}
+    exec(CELL, space)
+    run = launch(space["train"], n=1, background=True, turn={"lr": "*0.5"}, env=ONE_THREAD)
+    run.turn(lr="/3", optimizer="SGD", group=1)
+    run.turn(weight_decay=0.1, momentum=0.5, optimizer=0)
+    run.turn(betas=(0.5, 0.9), lr=0.03, optimizer="AdamW")
+    run.turn(lr=None, optimizer=0)
+    run.wait()
+    assert run.state.status == "succeeded"
+    cells = [CELL, "%%distributed -n 1\ndef again(steps=60):\n    return train(steps)\n"]
+    made = [{"cell_type": "code", "source": cell, "outputs": []} for cell in cells]
+    notebook = tmp_path / "notes.ipynb"
+    notebook.write_text(
+        json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": made})
+    )
+    assert cli.main(["export", str(notebook), "--run", run.folder.name]) == 0
+    script = tmp_path / "notes.py"
+    result = tmp_path / "result"
+    environment = {**os.environ, "RESULT": str(result), **ONE_THREAD}
+    environment.pop("PYTHONPATH", None)
+    subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=120)
+    assert result.read_text() == run.value
+    assert "nbtrain." not in script.read_text()
+    without = launch(space["train"], n=1, env=ONE_THREAD)
+    assert without.value != run.value
+
+
+def test_the_end_of_a_finished_run_is_a_comment() -> None:
+    space: dict[str, Any] = {}
+    exec(CELL, space)
+    run = launch(space["train"], n=1, background=True)
+    assert export_changes(run.folder.name) == ""
+    run.turn(lr="/3")
+    run.finish()
+    run.wait()
+    head, _, rest = export_changes(run.folder.name).partition("\n")
+    assert head.startswith("# The training was finished at step ")
+    compile(rest, "", "exec")
+
+
+def test_the_script_of_a_cell_has_the_settings_of_its_launch(
+    notebook: Notebook, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    notebook.run(f"%%distributed -n 1 --turn lr=/3 --save {path}\n{CELL}")
+    assert "(0, {'lr': '/3'}, None, None)" in path.read_text()
+
+
+def test_code_of_settings_is_as_a_user_types_them() -> None:
+    assert export_settings({}) == ""
+    code = export_settings({"lr": 0.5, "betas": (0.5, 0.9)})
+    assert "(0, {'lr': 0.5, 'betas': '0.5,0.9'}, None, None)" in code
