@@ -465,7 +465,7 @@ class Steered(Event):
     token: str = ""
     """Names the request to the process that made it."""
     action: str = ""
-    """``finish``, ``turn`` or ``peek``."""
+    """``finish``, ``turn``, ``peek`` or ``keep``."""
     status: str = ""
     """``pending``, ``applied`` or ``called off``."""
     step: int | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nbtrain.commands import cli
-from nbtrain.parts.steering.schedule import export_changes, export_settings
+from nbtrain.parts.steering.script.schedule import export_changes, export_settings
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
 

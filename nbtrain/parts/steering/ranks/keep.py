@@ -152,6 +152,7 @@ class Keeping(Observer):
             self._save_prepared()
 
     def _save_prepared(self) -> None:
+        """Save what the Accelerator has prepared, if that is due."""
         folder, self._due = self._due, None
         accelerator = self._find_accelerator()
         if folder is None or accelerator is None:
@@ -265,6 +266,7 @@ def _make_callback(base: Any, keeping: Keeping) -> Any:
         own: tuple[Any, Any] = "", False
 
         def on_step_end(self, args: Any, _state: Any, control: Any, **_: Any) -> None:
+            """Have the Trainer save at the end of this step, if it saves nothing else then."""
             self.restore(args)  # an evaluation may decide that nothing is saved
             # A checkpoint of the Trainer's own goes into its folder; ours is of the next step.
             if keeping.due is None or control.should_save or self.may_not_save(args, control):
@@ -279,12 +281,14 @@ def _make_callback(base: Any, keeping: Keeping) -> Any:
             return bool(control.should_evaluate) and strategy == "best"
 
         def on_save(self, args: Any, _state: Any, _control: Any, **_: Any) -> None:
+            """Take note that the checkpoint is saved."""
             folder = self.folder
             if folder is not None:
                 self.restore(args)
                 keeping.complete(folder)
 
         def restore(self, args: Any) -> None:
+            """Give the Trainer its own folder back."""
             if self.folder is not None:
                 args.output_dir, args.save_only_model = self.own
                 self.folder = None
@@ -299,6 +303,7 @@ def _make_lightning_callback(fit_loop: Any, folder: Path) -> Any:
 
     class KeepCheckpoint(base):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            """Save, and remove this callback."""
             trainer.callbacks.remove(self)
             with _reporting(folder):
                 trainer.save_checkpoint(folder / kept.LIGHTNING)

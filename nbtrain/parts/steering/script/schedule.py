@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from ...part_api import events as ev
-from ...part_api import find_run
-from . import repeat_changes
-from .orders import Action, Setting
+from ....part_api import events as ev
+from ....part_api import find_run
+from ..orders import Action, Setting
+from . import repeated_changes
 
 
 def export_changes(name: str) -> str:
@@ -39,10 +39,10 @@ def write_code(changes: list[str], origin: str) -> str:
     """Return code that makes changes, given as lines; "" without any."""
     if not changes:
         return ""
-    source = inspect.getsource(repeat_changes.repeat_changes).strip()
+    source = inspect.getsource(repeated_changes).partition("\n\n\n")[2].strip()
     head = f"# What was changed in {origin}: after which step of the optimizers, and what."
     table = "\n".join(["CHANGES = [", *changes, "]"])
-    return f"{head}\n{table}\n\n\n{source}\n\n\nrepeat_changes(CHANGES)"
+    return f"{head}\n{table}\n\n\n{source}\n\n\nRepeatedChanges(CHANGES)"
 
 
 def _optimizer(made: ev.Steered) -> int | str | None:

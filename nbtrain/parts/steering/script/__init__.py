@@ -1,0 +1,1 @@
+"""The changes of a run as code of an exported script."""
