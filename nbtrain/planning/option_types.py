@@ -288,7 +288,7 @@ class Secret(str):
 
 
 def read_start(start: str | os.PathLike[str] | None) -> str | None:
-    """Return the path of the checkpoint to start from. Raises `PlanError` if there is none."""
+    """Return the path of the checkpoint to start from. Raises `PlanError` without one."""
     if start is None:
         return None
     return str(part.load_provided("steering", "find_start", "start_from")(os.fspath(start)))

@@ -9,7 +9,7 @@ import pytest
 from tests.support.kernel import Notebook
 from tests.support.paths import NOTEBOOKS
 
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.S | re.M)
 RUNS = re.compile(r'run\.compare\("#\d+"\)')
 """Names a run of the reader's."""
 

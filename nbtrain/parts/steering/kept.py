@@ -32,7 +32,7 @@ def failure_file(folder: Path, attempt: int) -> Path:
 
 
 def content_of(folder: Path) -> Path:
-    """Return what is to be loaded of a complete checkpoint."""
+    """Return the part of a complete checkpoint that a run loads."""
     for name in (ACCELERATOR, LIGHTNING, MODELS):
         if (folder / name).exists():
             return folder / name

@@ -157,14 +157,15 @@ class Steering(Companion):
             self._accept(request)
         if state.attempt != self._attempt:
             self._begin_attempt(state.attempt)
-        self._note_start(state)
+        if any(map(_has_stepped, state.ranks)):
+            self._note_start(state)
         if self._unwritten is not None:
             self._write(self._unwritten)
         return bool(self._waiting) and self._bring_on(self._waiting[0], state)
 
     def _note_start(self, state: RunState) -> None:
-        """Add an event about the settings of the launch, once a rank has made a step."""
-        if self._at_start and not self._is_noted and any(map(_has_stepped, state.ranks)):
+        """Add an event about the settings of the launch, once in an attempt."""
+        if self._at_start and not self._is_noted:
             self._is_noted = True
             action = Action("turn", settings=self._at_start)
             first = _Pending(0, requests.Request("", "by the launch", action))
@@ -233,6 +234,7 @@ class Steering(Companion):
         if refusals := [each.detail for each in members if each.is_refused]:
             self._call_off(pending, refusals[0])
             return
+        self._note_start(state)  # this comes later
         request, number = pending.request, pending.number
         if request.action.name == "peek" and not (self._folder.peeks / request.token).exists():
             self._call_off(pending, "nobody waits for it any more")
@@ -309,7 +311,8 @@ class Steering(Companion):
 
     def describe_success(self, state: RunState) -> str:
         """Return the last step of a run that finished early; "" for any other run."""
-        self._note_start(state)  # the last one: a short training may be over already
+        if any(map(_has_stepped, state.ranks)):  # a short training may be over already
+            self._note_start(state)
         done = self._event
         if done is None or any(each.code == STILL_TRAINS for each in state.findings):
             return ""

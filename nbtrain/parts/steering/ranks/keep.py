@@ -5,7 +5,7 @@
 - Lightning saves at the end of the batch.
 - Objects that an Accelerator has prepared are saved when the loop fetches its next batch or calls
   backward, because by then it has called the scheduler.
-- Of any other loop, the models of the notebook and their optimizers are saved. Nobody but the loop
+- Of any other loop, the models of the notebook and their optimizers are saved. Only the loop
   knows its position.
 """
 
@@ -47,7 +47,7 @@ class Keeping(Observer):
         self._context = context
         self._after_step = AfterStep()
         self._due: Path | None = None
-        """The folder of a checkpoint that is agreed on, and that a trainer has yet to save."""
+        """The folder of an agreed checkpoint that a trainer will save."""
         self._trainer: Any = None
         """The Trainer of transformers that trains."""
         self._fit_loop: weakref.ref[Any] | None = None
@@ -168,7 +168,7 @@ class Keeping(Observer):
             accelerator.project_configuration = own
 
     def _copy(self, folder: Path) -> None:
-        """Copy models and optimizers. A thread saves the copies while the training goes on."""
+        """Copy models and optimizers. A thread saves the copies while the ranks train."""
         with _reporting(folder):
             sender = self._context.sender
             assert sender is not None
@@ -234,7 +234,7 @@ def _start_thread(function: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _reporting(folder: Path) -> Iterator[None]:
-    """Report an exception of the block, and swallow it: the training goes on."""
+    """Report an exception of the block, and swallow it: the ranks train on."""
     try:
         yield
     except Exception as error:  # a full disk, or what a trainer cannot save

@@ -77,13 +77,13 @@ class Starting:
             models = {saved[0]: next(iter(models.values()))}
         elif missing := sorted({*saved} - {*models}):
             raise NbtrainError(f"start_from: the function gets no model called {missing[0]!r}")
-        with _explained(self._path):
+        with _explain_errors(self._path):
             load_all(folder, {name: models[name] for name in saved})
         self._is_loaded = self._begins_at_start = True
 
     @property
     def _kind(self) -> str:
-        """Of which library the checkpoint is; "" if that is unknown."""
+        """The library that has saved the checkpoint; "" if it is unknown."""
         path = self._path
         if (path / "trainer_state.json").exists():
             return "transformers"
@@ -126,7 +126,7 @@ class Starting:
         """Prepare objects, and load what the checkpoint has of models and optimizers."""
         prepared = original(accelerator, *args, **kwargs)
         if accelerator._models and accelerator._optimizers and self._take("accelerate"):
-            with _explained(self._path), _without_position(accelerator, self._path):
+            with _explain_errors(self._path), _hide_position(accelerator, self._path):
                 accelerator.load_state(str(self._path))
             self._begins_at_start = True
         return prepared
@@ -152,12 +152,12 @@ class Starting:
         file = kept.optimizer_file(self._path, number)
         if self._kind == "models" and file.exists():
             state = sys.modules["torch"].load(file, map_location="cpu", weights_only=True)
-            with _explained(self._path), _own_settings([optimizer]):
+            with _explain_errors(self._path), _own_settings([optimizer]):
                 optimizer.load_state_dict(state)
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     """Raise an exception of the block as an `NbtrainError` that names the checkpoint."""
     try:
         yield
@@ -183,7 +183,7 @@ class _Ignored:
 
 
 @contextmanager
-def _without_position(accelerator: Any, path: Path) -> Iterator[None]:
+def _hide_position(accelerator: Any, path: Path) -> Iterator[None]:
     """Have ``load_state`` load only models, optimizers and the gradient scaler."""
     ignored = [_Ignored() for _ in path.glob("custom_checkpoint_*.pkl")]
     hidden: dict[str, Any] = {"_schedulers": [], "_dataloaders": [], "_custom_objects": ignored}
