@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nbtrain.tracking.run_folder import RunFolder
 from tests.support.looked_models import alone, batches, net
 from tests.support.runs import launch
 from tests.support.steered_trainings import Predictor, lightning_module, samples
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.part("steering"), pytest.mark.filterwarnings("ignore")]
 
@@ -248,3 +250,39 @@ def test_the_weights_of_another_model_do_not_fit() -> None:
     finish(first)
     with pytest.raises(NbtrainError, match="could not be loaded"):
         launch(in_ddp, small_net(), 0.1, n=1, start_from=first)
+
+
+@pytest.mark.parametrize("options", [{"engine": "spawn"}, {"detach": True}])
+def test_spawned_and_detached_runs_keep_and_start(options: dict[str, Any]) -> None:
+    given = {"background": True} | options
+    first = launch(in_ddp, net(), 0.1, n=2, **given)
+    path = first.keep()
+    step = first.state.steered[0].step
+    finish(first)
+    again = launch(in_ddp, net(), 0.1, n=2, start_from=path, **given)
+    assert finish(again)["first"] == (0.1, {step + 1})
+
+
+def failing_once(model: nn.Module) -> int:
+    """Fail once a checkpoint was kept, and start again; return the attempt."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches():
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        if nbtrain.attempt() == 1 and (Path(os.environ["NBTRAIN_RUN"]) / "fail").exists():
+            raise ConnectionError
+    return nbtrain.attempt()
+
+
+def test_a_restarted_run_starts_from_the_same_checkpoint_and_keeps_its_own() -> None:
+    first = launch(in_ddp, net(), 0.1, n=2, background=True)
+    path = first.keep()
+    finish(first)
+    run = launch(failing_once, net(), n=2, background=True, max_restarts=1, start_from=path)
+    own = [run.keep()]
+    (run.folder / "fail").touch()
+    wait_until(lambda: run.state.attempt == 2)
+    own.append(run.keep())
+    assert finish(run) == 2
+    assert all((each / "optimizer-0.pt").exists() for each in own)
+    assert len({*own}) == 2

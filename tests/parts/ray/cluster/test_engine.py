@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.support.kernel import Notebook
+from tests.support.kernel import Notebook, Outputs
 from tests.support.strangers import listening
 from tests.support.waiting import wait_until
 
@@ -88,22 +88,50 @@ def test_a_training_on_two_nodes_finishes_at_one_step(notebook: Notebook) -> Non
     assert notebook.value("bool((model.weight != before).any())")
 
 
+def ask(notebook: Notebook, code: str) -> Outputs:
+    """Make a request, and again if it was called off: on a busy host, a rank may be too late."""
+    for _ in range(10):
+        out = notebook.run(code, timeout=60)
+        if "made no step" not in out.evalue:
+            break
+    assert not out.ename, out.traceback
+    return out
+
+
 @pytest.mark.part("steering")
 def test_the_notebook_looks_at_a_model_that_trains_on_two_nodes(notebook: Notebook) -> None:
     notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
     out = notebook.run(f"%%distributed -e ray --nodes 2 -n 4 --background\n{LOOP}", timeout=120)
     assert not out.ename, out.traceback
-    for number in range(2):
-        looked = notebook.run("run = nbtrain.last_run(); step = run.peek()", timeout=60)
-        assert not looked.ename, (number, looked.traceback)
+    for _ in range(2):
+        ask(notebook, "run = nbtrain.last_run(); step = run.peek()")
     assert notebook.value("step") > 1
     peeked = notebook.value("model.weight.tolist()")
     assert notebook.value("before.tolist()") != peeked
-    asked = notebook.run("run.finish(); run.wait()", timeout=60)
-    assert not asked.ename, asked.traceback
+    ask(notebook, "run.finish(); run.wait()")
     assert notebook.value("model.weight.tolist()") != peeked
-    assert notebook.value("[s.status for s in run.state.steered]") == ["applied"] * 3
+    made = notebook.value("[s.status for s in run.state.steered if s.status == 'applied']")
+    assert made == ["applied"] * 3
     assert notebook.value("[*(run.folder / 'peeks').iterdir()]") == []
+
+
+@pytest.mark.part("steering")
+def test_a_run_on_two_nodes_starts_from_the_checkpoint_of_another(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
+    line = "%%distributed -e ray --nodes 2 -n 4 --background"
+    out = notebook.run(f"{line}\n{LOOP}", timeout=120)
+    assert not out.ename, out.traceback
+    ask(notebook, "run = nbtrain.last_run(); path = run.keep('here')")
+    assert notebook.value("(path / 'optimizer-0.pt').exists()")
+    number = notebook.value("run.folder.name")
+    ask(notebook, "run.finish(); run.wait()")
+    out = notebook.run(f"{line} --start-from {number} --turn lr=/3\n{LOOP}", timeout=120)
+    assert not out.ename, out.traceback
+    ask(notebook, "run = nbtrain.last_run(); run.finish(); run.wait()")
+    assert notebook.value("run.state.status, run.state.message")[0] == "succeeded"
+    codes = notebook.value("[each.code for each in run.state.findings]")
+    assert "loop-begins-at-start" in codes
+    assert notebook.value("run.summary().changes[0]") == "lr /3 at step 0"
 
 
 def test_a_failure_is_raised_with_the_cells_line_and_the_next_run_works(notebook: Notebook) -> None:
