@@ -74,10 +74,10 @@ def shared_address(tensor: torch.Tensor) -> int:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory; for a sharded tensor, of this rank's part.
 
-    0 without memory, and for a tensor that is no block.
+    0 without memory, on a TPU, and for a tensor that is no block.
     """
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    is_in_memory = not has_no_bytes(local) and is_block(local)
+    is_in_memory = not has_no_bytes(local) and local.device.type != "xla" and is_block(local)
     return local.untyped_storage().data_ptr() if is_in_memory else 0
 
 

@@ -158,14 +158,17 @@ class Keeping(Observer):
         if folder is None or accelerator is None:
             return
         hooks.drop(self, *_NEXT)
-        own = accelerator.project_configuration  # which may name the folder
+        own, loaders = accelerator.project_configuration, accelerator._dataloaders
+        # This may name the folder.
         accelerator.project_configuration = replace(own, automatic_checkpoint_naming=False)
+        # Accelerate 1.15 cannot save its loaders of a TPU.
+        accelerator._dataloaders = [each for each in loaders if hasattr(each, "dataset")]
         try:
             with _reporting(folder):
                 accelerator.save_state(str(folder / kept.ACCELERATOR))
                 checkpoints.mark_done(folder)
         finally:
-            accelerator.project_configuration = own
+            accelerator.project_configuration, accelerator._dataloaders = own, loaders
 
     def _copy(self, folder: Path) -> None:
         """Copy models and optimizers. A thread saves the copies while the ranks train."""
