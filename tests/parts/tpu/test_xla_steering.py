@@ -68,8 +68,9 @@ def test_all_ways_to_steer_work_and_a_turn_compiles_nothing(
     weights = "[run.results[r][1][step - 1] for r in (0, 1)]"
     assert kernel.value(f"{weights} == [looked, looked]")
     names = kernel.value("sorted(each.name for each in path.iterdir())")
-    assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {*names}
+    assert {"pytorch_model.bin", "optimizer.bin", "scheduler.bin"} <= {*names}
     code = "run = nbtrain.launch(train, model, background=True, view='none', start_from=path)"
     assert not kernel.run(code, timeout=120).ename
-    kernel.run("run.finish(); run.wait()", timeout=120)
+    out = kernel.run("run.finish(); run.wait()", timeout=120)
+    assert not out.ename, kernel.value("run.wait().state.message + run.logs(0)")
     assert kernel.value("[f.code for f in run.state.findings]") == ["loop-begins-at-start"]

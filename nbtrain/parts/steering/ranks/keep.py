@@ -161,11 +161,13 @@ class Keeping(Observer):
         own, loaders = accelerator.project_configuration, accelerator._dataloaders
         # This may name the folder.
         accelerator.project_configuration = replace(own, automatic_checkpoint_naming=False)
-        # Accelerate 1.15 cannot save its loaders of a TPU.
+        # Of a TPU, Accelerate 1.15 cannot save its loaders, or load what safetensors saves.
         accelerator._dataloaders = [each for each in loaders if hasattr(each, "dataset")]
         try:
             with _reporting(folder):
-                accelerator.save_state(str(folder / kept.ACCELERATOR))
+                is_tpu = accelerator.device.type == "xla"
+                there = str(folder / kept.ACCELERATOR)
+                accelerator.save_state(there, safe_serialization=not is_tpu)
                 checkpoints.mark_done(folder)
         finally:
             accelerator.project_configuration, accelerator._dataloaders = own, loaders
