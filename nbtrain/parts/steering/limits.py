@@ -7,7 +7,7 @@ for longer."""
 FIRST_STEP_TIMEOUT_S = 30.0
 """The same if the first that waits has made its first step: others may still compile theirs."""
 
-FIRST_ROUND_S = 0.05
+FIRST_ROUND_S = 0.02
 """For all ranks to come to one step, before those that wait continue to a later one. Each round
 takes twice as long."""
 
@@ -21,7 +21,8 @@ MAX_SEPARATE_OPTIMIZERS = 4
 """With more optimizers than this, one slider is for all of them: there may be one a parameter."""
 
 WAIT_POLL_S = 0.001
-"""Between two readings of the bell by a rank that waits."""
+"""Between two readings of the bell by a rank that waits, and at least between two polls of the
+launcher during a request. A poll takes 1 ms of CPU time with 2 ranks."""
 
 MAX_EMPTY_PASSES = 1000
 """Passes that give nothing after a finish. A loop over ``range(10**9)`` may end by its steps."""

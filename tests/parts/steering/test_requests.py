@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,32 @@ def test_orders_that_a_full_disk_refused_are_written_later(
     assert asked is not None
     assert asked.action == Action("finish")
     reader.close()
+    steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+def test_the_launcher_is_quick_while_ranks_may_wait(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steering, state = Steering(folder), picture(2)
+    state = fold(state, [ev.Started(1.0, rank, 100 + rank) for rank in range(2)])
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    assert steering.attend(state) == math.inf
+    requests.write(folder, Action("finish"), "by me")
+    delays = list[float]()
+    while now < 101:
+        delays.append(steering.attend(state))
+        now += delays[-1]
+    assert delays == sorted(delays)
+    assert max(delays) <= 0.02
+    assert sum(delays[:6]) <= 0.015
+    state = fold(state, [ev.StepBoundary(2.0, rank, 1, 7, 7) for rank in range(2)])
+    steering.attend(state)
+    assert [each.status for each in steering.notes() if isinstance(each, ev.Steered)] == [
+        "pending",
+        "applied",
+    ]
+    assert steering.attend(state) == math.inf
     steering.finish(ev.Finished(0.0, -1), lambda: False)
 
 
