@@ -33,7 +33,7 @@ from ...tracking.overview.run_progress import estimate_run
 from ...ui.displays.widget_controls import PanelButton, RunButton
 from . import requests
 from .agreement import Agreement
-from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S, WAIT_POLL_S
+from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S, WAIT_POLL_S
 from .orders import STILL_TRAINS, Action, Asked, Decided, Orders
 from .panel import SettingsPanel, settings_of
 
@@ -101,8 +101,16 @@ _LOOK_TIP = "Load the weights as they are now into the notebook's models; the tr
 
 def _look(run: Run) -> str:
     """Load the weights into the notebook's models; return of which step they are, for people."""
-    answer = requests.peek(run, by="by the Look button", timeout_s=ANSWER_TIMEOUT_S)
+    timeout_s = look_timeout_s(run.state)
+    answer = requests.peek(run, by="by the Look button", timeout_s=timeout_s)
     return f"The notebook's models have the weights of step {answer.step:,}."
+
+
+def look_timeout_s(state: RunState) -> float:
+    """Return how many seconds a click waits: 3 s more than two mean steps of the slowest rank."""
+    counts = [rank.progress for rank in state.ranks if rank.progress is not None]
+    slowest_s = max((each.elapsed / each.steps for each in counts if each.steps), default=0.0)
+    return min(FIRST_STEP_TIMEOUT_S, ANSWER_TIMEOUT_S + 2 * slowest_s)
 
 
 @dataclass

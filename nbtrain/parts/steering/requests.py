@@ -144,7 +144,11 @@ def peek(
         answer = _wait_for_answer(run, token, timeout_s)
         if answer is None or answer.status == "pending":
             _check_running(run)
-            raise NbtrainError(f"{run.folder.name} made no step yet. Look again when it trains")
+            raise NbtrainError(
+                f"not all ranks of {run.folder.name} made a step within {timeout_s:.3g} s. Try it "
+                "again later, or call `run.peek()` in a cell: it waits for the next step, and an "
+                "interrupt ends only the wait"
+            )
         _wait_for_models(run, folder, answer.attempt)
         left_out = json.loads(read_regular(folder.path / SAVED))
         for each, reason in left_out.items():

@@ -10,7 +10,7 @@ import pytest
 
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.steering import requests
-from nbtrain.parts.steering.launch_side import Steering
+from nbtrain.parts.steering.launch_side import Steering, look_timeout_s
 from nbtrain.parts.steering.orders import Action, Asked, Decided, Orders
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
@@ -124,6 +124,18 @@ def test_the_launcher_is_quick_while_ranks_may_wait(
     ]
     assert steering.attend(state) == math.inf
     steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "timeout_s"), [({}, 3), ({0: 4, 1: 16}, 19), ({0: 4}, 7), ({0: 600}, 30)]
+)
+def test_a_click_on_look_waits_longer_if_steps_take_longer(
+    counts: dict[int, float], timeout_s: float
+) -> None:
+    state = picture(2)
+    for rank, elapsed in counts.items():
+        state = fold(state, [ev.TrainingUpdate(1.0, rank, steps=2, elapsed=elapsed)])
+    assert look_timeout_s(state) == timeout_s
 
 
 def test_a_host_may_switch_steering_off(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
