@@ -6,7 +6,8 @@ for longer."""
 
 FIRST_STEP_TIMEOUT_S = 30.0
 """The same if the first that waits has made its first step: others may still compile theirs. A
-click on Look waits as long, at most, because the kernel handles no other click until then."""
+click on Look waits as long, at most, because the kernel handles no other click until then. After
+this time, `run.peek()` warns that it waits."""
 
 FIRST_ROUND_S = 0.02
 """For all ranks to come to one step, before those that wait continue to a later one. Each round

@@ -29,7 +29,7 @@ from ...part_api import (
 )
 from ...part_api import events as ev
 from ...system.files import read_regular
-from .limits import ANSWER_TIMEOUT_S
+from .limits import ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S
 from .orders import AFTER, REQUESTS, SAVED, Action, Setting
 from .settings import TurnError, check
 
@@ -37,6 +37,12 @@ _NOT_STEERABLE = (
     "this run cannot be steered. It is of an older nbtrain, or was started with `--engine inline`, "
     "without `steps` in `--telemetry`, with `steering` in NBTRAIN_DISABLE, on live ranks of a "
     "cluster, or as one of several launches. `run.stop()` ends it"
+)
+
+_WAITS = (
+    "not all ranks of {} made a step within {:g} s. run.peek() waits for the next step of an "
+    "optimizer of torch. An interrupt ends the wait, and the training continues. A training "
+    "without such an optimizer makes no step that nbtrain sees"
 )
 
 
@@ -135,13 +141,17 @@ def peek(
 ) -> ev.Steered:
     """Do what `Run.peek` does, and return the status of the request.
 
-    Waits up to `timeout_s` for the next step. Raises `NbtrainError` after that.
+    Waits up to `timeout_s` for the next step. Raises `NbtrainError` after that. Warns once if the
+    step takes long.
     """
     _check_running(run)
     token = write(RunFolder(run.folder), Action("peek"), by)
     folder = RunFolder(RunFolder(run.folder).peeks / token)
     try:
-        answer = _wait_for_answer(run, token, timeout_s)
+        answer = _wait_for_answer(run, token, min(timeout_s, FIRST_STEP_TIMEOUT_S))
+        if timeout_s > FIRST_STEP_TIMEOUT_S and not run.state.is_over and _is_pending(answer):
+            warnings.warn(_WAITS.format(run.folder.name, FIRST_STEP_TIMEOUT_S), stacklevel=3)
+            answer = _wait_for_answer(run, token, timeout_s - FIRST_STEP_TIMEOUT_S)
         if answer is None or answer.status == "pending":
             _check_running(run)
             raise NbtrainError(
@@ -152,7 +162,7 @@ def peek(
         _wait_for_models(run, folder, answer.attempt)
         left_out = json.loads(read_regular(folder.path / SAVED))
         for each, reason in left_out.items():
-            warnings.warn(f"`{each}` was not copied: {reason}", stacklevel=4)
+            warnings.warn(f"`{each}` was not copied: {reason}", stacklevel=3)
         if folder.list_weights():
             load_peeked(run, folder, model, name)
         elif left_out:
@@ -162,6 +172,10 @@ def peek(
         return answer
     finally:  # also after an interrupt: then the request is called off
         shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _is_pending(answer: ev.Steered | None) -> bool:
+    return answer is None or answer.status == "pending"
 
 
 def _wait_for_models(run: Run, folder: RunFolder, attempt: int) -> None:

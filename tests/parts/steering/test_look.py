@@ -216,6 +216,26 @@ def test_a_look_that_nobody_waits_for_is_called_off() -> None:
     finish(run)
 
 
+def test_a_look_that_waits_for_long_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    run = launch(late, model, n=1, background=True)
+    monkeypatch.setattr(requests, "FIRST_STEP_TIMEOUT_S", 0.05)
+    shown = list[tuple[str, str]]()
+
+    def show(message: Warning | str, _category: object, file: str, *_: object) -> None:
+        shown.append((str(message), file))
+        (run.folder / "go").touch()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        assert run.peek() >= 1
+    ((text, file),) = shown
+    assert "An interrupt ends the wait, and the training continues" in text
+    assert file == __file__
+    finish(run)
+
+
 def train_without_gradient(model: nn.Module) -> None:
     other = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([other], lr=0.1)
