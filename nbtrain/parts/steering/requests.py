@@ -28,6 +28,7 @@ from ...part_api import (
     write_atomically,
 )
 from ...part_api import events as ev
+from ...planning.task_values import is_optimizer, is_scheduler
 from ...system.files import read_regular
 from .limits import ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S
 from .orders import AFTER, REQUESTS, SAVED, Action, Setting
@@ -43,6 +44,11 @@ _WAITS = (
     "not all ranks of {} made a step within {:g} s. run.peek() waits for the next step of an "
     "optimizer of torch. An interrupt ends the wait, and the training continues. A training "
     "without such an optimizer makes no step that nbtrain sees"
+)
+
+_SHARED = (
+    "`{0}` is in memory that the ranks share with the notebook (share_memory()), so it is not "
+    "copied: the notebook's `{0}` has the weights as they are now"
 )
 
 
@@ -144,6 +150,10 @@ def peek(
     Waits up to `timeout_s` for the next step. Raises `NbtrainError` after that. Warns once if the
     step takes long.
     """
+    if is_optimizer(model) or is_scheduler(model):
+        raise PlanError(
+            "run.peek() loads models. A run gives its optimizers and schedulers back when it ends"
+        )
     _check_running(run)
     token = write(RunFolder(run.folder), Action("peek"), by)
     folder = RunFolder(RunFolder(run.folder).peeks / token)
@@ -160,13 +170,15 @@ def peek(
                 "interrupt ends only the wait"
             )
         _wait_for_models(run, folder, answer.attempt)
-        left_out = json.loads(read_regular(folder.path / SAVED))
+        left_out, shared = json.loads(read_regular(folder.path / SAVED))
         for each, reason in left_out.items():
             warnings.warn(f"`{each}` was not copied: {reason}", stacklevel=3)
         if folder.list_weights():
             load_peeked(run, folder, model, name)
         elif left_out:
             raise NbtrainError(f"no model was copied: {next(iter(left_out.values()))}")
+        elif shared and model is not None:
+            raise NbtrainError(_SHARED.format(shared[0]))
         elif model is not None:
             raise NbtrainError("no model has changed since the run began, so none was copied")
         return answer

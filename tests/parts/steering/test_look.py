@@ -20,6 +20,7 @@ from torch import nn
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.lifecycle.run import load_peeked
 from nbtrain.parts.steering import requests
 from nbtrain.parts.steering.orders import Action
 from nbtrain.tracking.run_folder import RunFolder
@@ -214,6 +215,47 @@ def test_a_look_that_nobody_waits_for_is_called_off() -> None:
     wait_until(lambda: any(s.status == "called off" for s in run.state.steered))
     assert [*(run.folder / "peeks").iterdir()] == []
     finish(run)
+
+
+def test_a_look_without_a_copy_says_why() -> None:
+    model = net()
+    run = launch(alone, model, n=1, background=True, sync=False)
+    with pytest.raises(NbtrainError, match="sync=False"):
+        run.peek()
+    run.finish()
+    run.wait()
+    run = launch(alone, model.share_memory(), n=1, background=True)
+    with pytest.raises(NbtrainError, match=r"the notebook's `model` has the weights as they are"):
+        run.peek(net())
+    assert run.peek() >= 1
+    run.finish()
+    run.wait()
+
+
+def train_with(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Weights]:
+    return fit(model, model, optimizer)
+
+
+def test_a_look_is_for_models_only() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    run = launch(train_with, model, optimizer, n=1, background=True)
+    with pytest.raises(PlanError, match="loads models"):
+        run.peek(optimizer)
+    with pytest.raises(NbtrainError, match="only models are copied"):
+        run.peek(net(), "optimizer")
+    finish(run)
+
+
+def test_a_look_that_comes_after_the_final_weights_says_how_to_get_them() -> None:
+    model, other = net(), net()
+    run = launch(alone, model, n=1, background=True)
+    folder = RunFolder(run.folder)
+    seen = finish(run)
+    with pytest.raises(NbtrainError, match=r"run\.load\(model\)"):
+        load_peeked(run, folder, other)
+    run.load(other)
+    assert_equal(other, seen[-1])
 
 
 def test_a_look_that_waits_for_long_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:

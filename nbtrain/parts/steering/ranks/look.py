@@ -24,9 +24,14 @@ class Looking(Observer):
 
     def find_refusal(self) -> str:
         """Return why there is nothing to look at, for people; "" if there is a model."""
-        sender = self._context.sender
+        sender, plan = self._context.sender, self._context.job.plan
         if sender is not None and sender.returns_models:
             return ""
+        if not plan.sync:
+            return (
+                "this run has sync=False (--no-sync), so it gives no model back to the notebook. "
+                "Name the model in --out (`out`), or launch the run without this option"
+            )
         return (
             "this run gives no model back to the notebook. Give its function the model as an "
             "argument, or name the model in --out (`out`)"
@@ -65,7 +70,8 @@ class Looking(Observer):
                 if not (run.path / REQUESTS).exists():  # on another host than the launcher
                     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 left_out = {**troubles, **sender.save_copies(copies, folder)}
-                write_atomically(folder.path / SAVED, json.dumps(left_out).encode())
+                shared = [name for name, copy in copies.items() if copy.is_shared]
+                write_atomically(folder.path / SAVED, json.dumps([left_out, shared]).encode())
             except OSError:  # a full disk, or the request was withdrawn: its folder is deleted
                 shutil.rmtree(folder.path, ignore_errors=True)
 
