@@ -10,8 +10,9 @@ click on Look waits as long, at most, because the kernel handles no other click 
 this time, `run.peek()` warns that it waits."""
 
 FIRST_ROUND_S = 0.02
-"""For all ranks to come to one step, before those that wait continue to a later one. Each round
-takes twice as long."""
+"""For all ranks to come to one step, before those that wait continue to a later one: a rank in a
+collective needs them. The next round takes 5 times as long, as the rank may only be slow, and each
+round after that twice as long."""
 
 ANSWER_TIMEOUT_S = 3.0
 """For the ranks to carry out a request. After that, the caller continues."""
