@@ -303,6 +303,7 @@ class Steering(Companion):
             self._waiting.remove(pending)
             self._add_event(pending, "called off", "the run ended before the next step")
         self._orders.close()
+        requests.delete_abandoned_peeks(self._folder)
         return self.notes()
 
 

@@ -30,6 +30,7 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...planning.task_values import is_optimizer, is_scheduler
 from ...system.files import read_regular
+from ...tracking.pruning import Mark, is_in_use
 from .limits import ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S
 from .orders import AFTER, REQUESTS, SAVED, Action, Setting
 from .settings import TurnError, check
@@ -84,8 +85,12 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     if action.name == "peek":
         (folder.peeks / token).mkdir(mode=0o700, parents=True)
     data = json.dumps(asdict(Request(token, by, action))).encode()
-    (folder.path / REQUESTS).mkdir(mode=0o700, exist_ok=True)
-    write_atomically(folder.path / REQUESTS / f"{token}.json", data)
+    try:
+        (folder.path / REQUESTS).mkdir(mode=0o700, exist_ok=True)
+        write_atomically(folder.path / REQUESTS / f"{token}.json", data)
+    except OSError:
+        shutil.rmtree(folder.peeks / token, ignore_errors=True)
+        raise
     return token
 
 
@@ -157,7 +162,10 @@ def peek(
     _check_running(run)
     token = write(RunFolder(run.folder), Action("peek"), by)
     folder = RunFolder(RunFolder(run.folder).peeks / token)
+    mark = None
     try:
+        with contextlib.suppress(OSError):  # without a mark it is deleted when the run ends
+            mark = Mark(folder)
         answer = _wait_for_answer(run, token, min(timeout_s, FIRST_STEP_TIMEOUT_S))
         if timeout_s > FIRST_STEP_TIMEOUT_S and not run.state.is_over and _is_pending(answer):
             warnings.warn(_WAITS.format(run.folder.name, FIRST_STEP_TIMEOUT_S), stacklevel=3)
@@ -183,7 +191,17 @@ def peek(
             raise NbtrainError("no model has changed since the run began, so none was copied")
         return answer
     finally:  # also after an interrupt: then the request is called off
+        if mark is not None:
+            mark.release()
         shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def delete_abandoned_peeks(folder: RunFolder) -> None:
+    """Delete the models that ranks saved for processes that have ended since."""
+    with contextlib.suppress(OSError):
+        for path in folder.peeks.iterdir():
+            if not is_in_use(RunFolder(path)):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_pending(answer: ev.Steered | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,8 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,8 +24,10 @@ import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.lifecycle.run import load_peeked
 from nbtrain.parts.steering import requests
-from nbtrain.parts.steering.orders import Action
+from nbtrain.parts.steering.orders import Action, Decided
+from nbtrain.parts.steering.ranks import look
 from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.worker.rank_context import RankContext
 from tests.support.looked_models import Weights, alone, batches, fit, late, net
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
@@ -217,6 +221,39 @@ def test_a_look_that_nobody_waits_for_is_called_off() -> None:
     finish(run)
 
 
+def test_a_look_on_another_host_reports_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank's folder is not the one that is waited for, so its end is no sign."""
+    copies = {"model": SimpleNamespace(is_shared=False)}
+    sender = SimpleNamespace(
+        copy_models=lambda: (copies, {}),
+        save_copies=lambda _copies, folder: save_file(folder.weights_of("model")),
+    )
+    job = SimpleNamespace(folder=RunFolder(tmp_path))
+    context = SimpleNamespace(sender=sender, global_rank=0, job=job)
+
+    def save_file(path: Path) -> dict[str, str]:
+        path.parent.mkdir()
+        path.touch()
+        return {}
+
+    def write(path: Path, data: bytes) -> None:
+        if [*path.parent.glob("weights/*")]:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(data)
+
+    monkeypatch.setattr(look, "write_atomically", write)
+    monkeypatch.setattr(look.threading, "Thread", fail_to_start)
+    look.Looking(cast(RankContext, context)).apply(Decided(1, Action("peek"), "a-token"))
+    (saved,) = (tmp_path / "peeks/a-token").iterdir()
+    assert "No space left" in json.loads(saved.read_text())[0]["model"]
+
+
+def fail_to_start(**_: Any) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_look_without_a_copy_says_why() -> None:
     model = net()
     run = launch(alone, model, n=1, background=True, sync=False)
@@ -357,6 +394,7 @@ def test_a_kernel_that_dies_while_it_waits_leaves_the_run_as_it_was() -> None:
     seen = finish(run)
     assert_equal(model, seen[step - 1])
     assert [s.status for s in run.state.steered] == ["applied"] * 3
+    assert [*(run.folder / "peeks").iterdir()] == []
 
 
 def test_weights_that_cannot_be_saved_are_told_and_the_run_goes_on() -> None:

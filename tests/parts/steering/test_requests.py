@@ -126,6 +126,20 @@ def test_the_launcher_is_quick_while_ranks_may_wait(
     steering.finish(ev.Finished(0.0, -1), lambda: False)
 
 
+def test_a_request_that_a_full_disk_refuses_leaves_nothing(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    steering = Steering(folder)
+    monkeypatch.setattr(requests, "write_atomically", write)
+    with pytest.raises(OSError, match="No space left"):
+        requests.write(folder, Action("peek"), "by me")
+    assert [*folder.peeks.iterdir()] == []
+    steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
 @pytest.mark.parametrize(
     ("counts", "timeout_s"), [({}, 3), ({0: 4, 1: 16}, 19), ({0: 4}, 7), ({0: 600}, 30)]
 )

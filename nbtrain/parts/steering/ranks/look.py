@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -66,19 +68,29 @@ class Looking(Observer):
         folder = RunFolder(run.peeks / token)
 
         def save() -> None:
+            is_far = not (run.path / REQUESTS).exists()  # on another host than the launcher
             try:
-                if not (run.path / REQUESTS).exists():  # on another host than the launcher
+                if is_far:
                     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 left_out = {**troubles, **sender.save_copies(copies, folder)}
                 shared = [name for name, copy in copies.items() if copy.is_shared]
-                write_atomically(folder.path / SAVED, json.dumps([left_out, shared]).encode())
-            except OSError:  # a full disk, or the request was withdrawn: its folder is deleted
+                _finish_folder(folder, left_out, shared)
+            except OSError as error:  # a full disk, or the request was withdrawn
                 shutil.rmtree(folder.path, ignore_errors=True)
+                if is_far:  # a process that waits does not see that this folder is gone
+                    with contextlib.suppress(OSError):
+                        folder.path.mkdir(mode=0o700, parents=True)
+                        _finish_folder(folder, dict.fromkeys(copies, str(error)), [])
 
         try:
             threading.Thread(target=save, name="nbtrain-look").start()
         except RuntimeError:  # this process cannot start a thread
             save()
+
+
+def _finish_folder(folder: RunFolder, left_out: Mapping[str, str], shared: Sequence[str]) -> None:
+    """Write the last file, `SAVED`. Raises `OSError`."""
+    write_atomically(folder.path / SAVED, json.dumps([left_out, shared]).encode())
 
 
 def _is_in_outer_step() -> bool:
