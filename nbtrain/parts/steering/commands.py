@@ -1,4 +1,4 @@
-"""The commands ``finish`` and ``turn``, of ``%nbtrain`` and of ``nbtrain`` in a terminal."""
+"""The commands ``finish``, ``turn`` and ``peek`` of ``%nbtrain``. A terminal has the first two."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Steering(Companion):
         request = pending.request
         token, action, by = request.token, request.action, request.by
         is_off = "called off, because " if status == "called off" else ""
-        text = f"{action.label or 'look'} ({by}): {is_off}{what}"
+        text = f"{action.label or 'peek'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
         optimizer = "" if action.optimizer is None else str(action.optimizer)
         which = before, action.setting_texts, optimizer, action.group, self._attempt

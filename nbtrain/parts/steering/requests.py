@@ -72,7 +72,7 @@ def can_be_steered(folder: RunFolder) -> bool:
 def write(folder: RunFolder, action: Action, by: str) -> str:
     """Write a request into the folder of a run; return its token.
 
-    The request to look at the models also makes the folder that they are saved in: it counts while
+    The request to peek also makes the folder that they are saved in: it counts while
     that folder exists. Raises `NbtrainError` if the run cannot be steered, and `OSError` on a full
     disk.
     """

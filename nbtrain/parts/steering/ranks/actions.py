@@ -8,7 +8,7 @@ from ....part_api import RankContext
 from ..orders import Action, Decided
 from ..settings import TurnError
 from .finish import Finishing
-from .look import Looking
+from .peek import Peeking
 from .turn import Turning
 
 
@@ -26,14 +26,14 @@ class Actions:
 
     def __init__(self, context: RankContext) -> None:
         self._finishing, self._turning = Finishing(context), Turning(context)
-        self._looking = Looking(context)
+        self._peeking = Peeking(context)
 
     def prepare(self, action: Action) -> Prepared:
         """Get ready for an action, and return what the launcher needs to decide about it."""
         if action.name == "finish":
             return Prepared(self._finishing.prepare())
         if action.name == "peek":
-            refusal = self._looking.find_refusal()
+            refusal = self._peeking.find_refusal()
             return Prepared(detail=refusal, is_refused=bool(refusal))
         try:
             return Prepared(detail=self._turning.describe(action))
@@ -47,6 +47,6 @@ class Actions:
         if decided.action.name == "finish":
             self._finishing.apply(decided)
         elif decided.action.name == "peek":
-            self._looking.apply(decided)
+            self._peeking.apply(decided)
         else:
             self._turning.apply(decided.action)

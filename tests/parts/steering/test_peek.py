@@ -25,7 +25,7 @@ from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.lifecycle.run import load_peeked
 from nbtrain.parts.steering import requests
 from nbtrain.parts.steering.orders import Action, Decided
-from nbtrain.parts.steering.ranks import look
+from nbtrain.parts.steering.ranks import peek
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.worker.rank_context import RankContext
 from tests.support.looked_models import Weights, alone, batches, fit, late, net
@@ -243,9 +243,9 @@ def test_a_look_on_another_host_reports_a_full_disk(
             raise OSError(28, "No space left on device")
         path.write_bytes(data)
 
-    monkeypatch.setattr(look, "write_atomically", write)
-    monkeypatch.setattr(look.threading, "Thread", fail_to_start)
-    look.Looking(cast(RankContext, context)).apply(Decided(1, Action("peek"), "a-token"))
+    monkeypatch.setattr(peek, "write_atomically", write)
+    monkeypatch.setattr(peek.threading, "Thread", fail_to_start)
+    peek.Peeking(cast(RankContext, context)).apply(Decided(1, Action("peek"), "a-token"))
     (saved,) = (tmp_path / "peeks/a-token").iterdir()
     assert "No space left" in json.loads(saved.read_text())[0]["model"]
 

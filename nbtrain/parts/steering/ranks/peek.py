@@ -1,4 +1,4 @@
-"""Copies the models of a rank after a step, for a notebook that looks at them as it trains."""
+"""Copies the models of a rank after a step, for a notebook that peeks at them as it trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....part_api import Observer, RankContext, RunFolder, hooks, write_atomical
 from ..orders import REQUESTS, SAVED, Decided
 
 
-class Looking(Observer):
+class Peeking(Observer):
     """The copies of the models of a rank. All ranks copy what is sharded, the first saves it."""
 
     purpose = "steering"
@@ -25,7 +25,7 @@ class Looking(Observer):
         self._tokens: list[str] = []  # of requests that wait for the end of the present step
 
     def find_refusal(self) -> str:
-        """Return why there is nothing to look at, for people; "" if there is a model."""
+        """Return why there is nothing to peek at, for people; "" if there is a model."""
         sender, plan = self._context.sender, self._context.job.plan
         if sender is not None and sender.returns_models:
             return ""
@@ -83,7 +83,7 @@ class Looking(Observer):
                         _finish_folder(folder, dict.fromkeys(copies, str(error)), [])
 
         try:
-            threading.Thread(target=save, name="nbtrain-look").start()
+            threading.Thread(target=save, name="nbtrain-peek").start()
         except RuntimeError:  # this process cannot start a thread
             save()
 
