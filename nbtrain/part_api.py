@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .planning.secrets import mask_source, mask_text
     from .planning.world import Placement
     from .system import host
-    from .system.files import write_atomically
+    from .system.files import read_regular, write_atomically
     from .system.instrumentation import patch, replace, scope, undo_later, when_imported
     from .system.network import is_loopback, own_address
     from .system.text import (
@@ -107,7 +107,7 @@ _NAMES = {
     "planning.secrets": "mask_source mask_text",
     "planning.world": "Placement",
     "system": "host",
-    "system.files": "write_atomically",
+    "system.files": "read_regular write_atomically",
     "system.instrumentation": "patch replace scope undo_later when_imported",
     "system.network": "is_loopback own_address",
     "system.text": "format_bytes format_duration format_ranks plural short_repr shorten "
@@ -157,7 +157,8 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "last_run", "load", "load_provided", "log_values", "mark_stopping", "mask_source", "mask_text",
     "name_with_lookalikes", "new_events", "own_address", "parser", "patch", "payload",
     "plan_fields", "plural", "prompt", "rank_context", "rank_environment", "read_appended",
-    "ready_to_fork", "replace", "result_pickler", "run_plan", "run_task", "run_texts", "scope",
+    "read_regular", "ready_to_fork", "replace", "result_pickler", "run_plan", "run_task",
+    "run_texts", "scope",
     "set_last_run", "short_repr", "shorten", "show", "split_line", "strip_escapes", "task_values",
     "text_table", "undo_later", "wait_for_state", "when_imported", "with_article",
     "write_atomically",

@@ -30,13 +30,13 @@ CEILINGS = {
     "commands": Ceiling(1_073, 2.4, 1.3, 3),
     "engines": Ceiling(1_565, 4.8, 0.0, 4),
     "hangs": Ceiling(1_724, 5.0, 1.4, 12),
-    "lifecycle": Ceiling(2_064, 5.7, 1.3, 9),
-    "parts": Ceiling(9_831, 4.2, 0.8, 24),
+    "lifecycle": Ceiling(2_069, 5.7, 1.3, 9),
+    "parts": Ceiling(9_903, 4.2, 0.8, 24),
     "planning": Ceiling(1_905, 5.5, 0.0, 3),
     "system": Ceiling(1_291, 5.4, 0.6, 5),
     "tracking": Ceiling(2_707, 5.0, 0.9, 28),
-    "transport": Ceiling(2_710, 2.1, 0.0, 5),
-    "ui": Ceiling(3_625, 4.2, 0.9, 6),
+    "transport": Ceiling(2_719, 2.1, 0.0, 5),
+    "ui": Ceiling(3_631, 4.2, 0.9, 6),
     "worker": Ceiling(3_797, 3.9, 0.0, 14),
 }
 

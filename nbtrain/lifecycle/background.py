@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import random
 import signal
@@ -120,9 +121,9 @@ class _KernelWatch(Companion):
     def __init__(self, kernel: int, supervisor: Supervisor) -> None:
         self._kernel, self._supervisor = kernel, supervisor
 
-    def attend(self, state: RunState) -> bool:
-        """Request the end of the run if the kernel is no longer the parent; return False."""
+    def attend(self, state: RunState) -> float:
+        """Request the end of the run if the kernel is no longer the parent."""
         # Not PR_SET_PDEATHSIG: it is sent when the thread that forked ends, and only on Linux.
         if os.getppid() != self._kernel:
             self._supervisor.request_stop("because its kernel ended", hasty=True)
-        return False
+        return math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -39,9 +40,12 @@ class Companion:
     holds_screen = False
     """Whether the board may not be drawn now."""
 
-    def attend(self, state: RunState) -> bool:
-        """Do the next work; return whether to be called again in a few ms, as a user types."""
-        return False
+    def attend(self, state: RunState) -> float:
+        """Do the next work; return the most seconds until the next call.
+
+        The launcher calls at least every `POLL_INTERVAL_S`, on a crowded host half as often.
+        """
+        return math.inf
 
     def notes(self) -> Sequence[ev.Event]:
         """Return new events for the run since the last call."""

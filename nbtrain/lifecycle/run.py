@@ -476,7 +476,8 @@ class Run:
         Raises:
             NbtrainError: as `finish`; or the run has no such weights, or they do not fit. Nothing
                 is changed.
-            PlanError: steering is switched off on this host.
+            PlanError: `model` is an optimizer or a scheduler, or steering is switched off on this
+                host.
         """
         request = part.load_provided("steering", "peek", "run.peek()")
         return int(request(self, model, name).step)
@@ -695,7 +696,10 @@ def load_peeked(run: Run, folder: RunFolder, model: Any = None, name: str | None
     """
     with _uninterruptible(), run._load_lock:
         if run._receiver is not None and run._receiver.has_received:
-            raise NbtrainError("the run has ended, and its weights are in the notebook")
+            raise NbtrainError(
+                "the run has ended, and the notebook's models have its final weights. "
+                "run.load(model) loads these into another model"
+            )
         weights.load(folder, run.state, run._receiver, model, name, call="run.peek")
 
 

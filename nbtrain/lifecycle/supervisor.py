@@ -171,10 +171,10 @@ class Supervisor:
 
     def _poll(self, ranks: Ranks, interrupts: Interrupts) -> list[Exit]:
         """Wait for news of the ranks, act on it and draw it; return ranks that ended."""
-        attending = [each.attend(self.state) for each in self.companions]
+        delays = [each.attend(self.state) for each in self.companions]
         # Before drawing, which would take a CPU from the ranks as they start.
         timeout = POLL_INTERVAL_S * (2 if host.is_crowded() else 1)
-        exits = ranks.wait(POLL_INTERVAL_S / 5 if any(attending) else timeout)
+        exits = ranks.wait(min([timeout, *delays]))
         if time.monotonic() >= self._next_folder_check:
             self._next_folder_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
             self._record(self._disk.recreate_folder(self.state))

@@ -63,7 +63,8 @@ READ_TIMEOUT_S = 0.2
 POLL_INTERVAL_S = 0.1
 """Between two reads of a run's folder, twice as long on a crowded host, and between two checks of a
 writer whether its file was deleted. A rank that ends wakes the launcher at once. A fifth of it
-while a user types to a debugger in a rank, who feels a longer delay."""
+while a user types to a debugger in a rank, who feels a longer delay, and less during a request to
+steer the run."""
 
 MAX_RANKS = 1 << 16
 """A manifest with more ranks is damaged."""

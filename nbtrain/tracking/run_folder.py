@@ -117,7 +117,7 @@ class RunFolder:
         return RunFolder(self.questions.resolve().parent)
 
     def ask_remote(self, subject: str, ranks: Collection[int]) -> None:
-        """Request the ``stacks`` or the ``recorders`` of ranks on other hosts."""
+        """Request the ``stacks``, the ``recorders`` or the ``peeks`` of ranks on other hosts."""
         path = self.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
         write_atomically(path, json.dumps([subject, *ranks]).encode())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import select
 import time
@@ -86,8 +87,8 @@ class Conversation(Companion):
         """Whether nothing else may be drawn now."""
         return self._is_asking and self._prompt.holds_screen
 
-    def attend(self, state: RunState) -> bool:
-        """Exchange lines with the debuggers; return whether one is open.
+    def attend(self, state: RunState) -> float:
+        """Exchange lines with the debuggers; return 20 ms if one is open.
 
         Connects to new ones, and prompts the user without waiting for a line. After ``all …`` it
         waits up to 2 s for the ranks' answers. A ``q`` in a debugger of code that still runs
@@ -97,13 +98,14 @@ class Conversation(Companion):
             if rank.debugger and rank.rank not in self._channels:
                 self._connect(rank)
         if not self._channels:
-            return False
+            return math.inf
         self._listen()
         if self._is_asking:
             self._pass_on(state)
         if not self._is_asking and self._waiting and not self._has_quit:
             self._ask(state)
-        return bool(self._waiting) or any(rank.debugger for rank in state.ranks)
+        is_open = bool(self._waiting) or any(rank.debugger for rank in state.ranks)
+        return POLL_INTERVAL_S / 5 if is_open else math.inf
 
     def ranks_ended(self) -> None:
         """Close the connections; debuggers that wait continue their code."""

@@ -75,7 +75,8 @@ class Agreement:
         if not all_started:
             return False
         if self._round_ends is None:
-            self._round_ends = now + limits.FIRST_ROUND_S * 2**self._rounds
+            factor = 5 * 2 ** (self._rounds - 1) if self._rounds else 1
+            self._round_ends = now + factor * limits.FIRST_ROUND_S
         if now < self._round_ends:
             return False
         self._rounds += 1  # twice as far each time: until it is beyond a collective

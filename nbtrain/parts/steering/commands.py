@@ -1,4 +1,4 @@
-"""The commands ``finish``, ``turn``, ``peek`` and ``keep``, of ``%nbtrain`` and in a terminal."""
+"""The commands ``finish``, ``turn``, ``peek`` and ``keep``. A terminal lacks ``peek``."""
 
 from __future__ import annotations
 

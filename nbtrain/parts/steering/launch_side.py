@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Literal
 from ...lifecycle.run import find_run_with_models
 from ...part_api import (
     LOGGER,
+    POLL_INTERVAL_S,
     Companion,
     Engine,
     Job,
@@ -33,7 +35,7 @@ from ...tracking.overview.run_progress import estimate_run
 from ...ui.displays.widget_controls import PanelButton, RunButton
 from . import requests
 from .agreement import Agreement
-from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S
+from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S, WAIT_POLL_S
 from .orders import STILL_TRAINS, Action, Asked, Decided, Orders, Setting
 from .panel import SettingsPanel, settings_of
 
@@ -114,8 +116,16 @@ _LOOK_TIP = "Load the weights as they are now into the notebook's models; the tr
 
 def _look(run: Run) -> str:
     """Load the weights into the notebook's models; return of which step they are, for people."""
-    answer = requests.peek(run, by="by the Look button", timeout_s=ANSWER_TIMEOUT_S)
+    timeout_s = look_timeout_s(run.state)
+    answer = requests.peek(run, by="by the Look button", timeout_s=timeout_s)
     return f"The notebook's models have the weights of step {answer.step:,}."
+
+
+def look_timeout_s(state: RunState) -> float:
+    """Return how many seconds a click waits: 3 s more than two mean steps of the slowest rank."""
+    counts = [rank.progress for rank in state.ranks if rank.progress is not None]
+    slowest_s = max((each.elapsed / each.steps for each in counts if each.steps), default=0.0)
+    return min(FIRST_STEP_TIMEOUT_S, ANSWER_TIMEOUT_S + 2 * slowest_s)
 
 
 @dataclass
@@ -150,9 +160,10 @@ class Steering(Companion):
         self._number = 0
         self._attempt = 1
         self._is_noted = False  # `_at_start`, in an event
+        self._orders_time = 0.0  # of the last orders to wait
 
-    def attend(self, state: RunState) -> bool:
-        """Take new requests, and bring the first of them on; return whether ranks wait for it."""
+    def attend(self, state: RunState) -> float:
+        """Take new requests, and bring the first of them on; return seconds as `Companion`."""
         for request in requests.take(self._folder.path):
             self._accept(request)
         if state.attempt != self._attempt:
@@ -161,7 +172,7 @@ class Steering(Companion):
             self._note_start(state)
         if self._unwritten is not None:
             self._write(self._unwritten)
-        return bool(self._waiting) and self._bring_on(self._waiting[0], state)
+        return self._bring_on(self._waiting[0], state) if self._waiting else math.inf
 
     def _note_start(self, state: RunState) -> None:
         """Add an event about the settings of the launch, once in an attempt."""
@@ -204,16 +215,16 @@ class Steering(Companion):
             self._accept(request)
         self._write(Orders())
 
-    def _bring_on(self, pending: _Pending, state: RunState) -> bool:
-        """Do what is due for a request; return whether a rank waits, or may come to wait."""
+    def _bring_on(self, pending: _Pending, state: RunState) -> float:
+        """Do what is due for a request; return the most seconds until the next call."""
         running = [rank for rank in state.ranks if not rank.is_over]
         if state.status == "stopping" or not running:
             self._call_off(pending, "the run ends")
-            return False
+            return 0.0
         if pending.agreement is None:
             pending.agreement = Agreement(frozenset(rank.rank for rank in running))
             self._write_orders(pending, pending.agreement)
-            return True
+            return WAIT_POLL_S
         agreement, seen = pending.agreement, _boundaries(state, pending.number)
         steps = {rank: each.calls for rank, each in seen.items()}
         started = [rank.rank for rank in state.ranks if _has_stepped(rank)]
@@ -225,7 +236,9 @@ class Steering(Companion):
                 self._conclude(pending, [seen[rank] for rank in agreement.members], state)
             else:
                 self._call_off(pending, _describe_call_off(agreement))
-        return bool(steps)
+        # Ranks wait until a poll sees that they do: be quick at first, as their steps may be.
+        age_s = time.monotonic() - self._orders_time
+        return min(POLL_INTERVAL_S / 5, max(WAIT_POLL_S, age_s / 4))
 
     def _conclude(
         self, pending: _Pending, members: Sequence[ev.StepBoundary], state: RunState
@@ -279,6 +292,7 @@ class Steering(Companion):
         self._write(Orders(None, self._decided))
 
     def _write_orders(self, pending: _Pending, agreement: Agreement) -> None:
+        self._orders_time = time.monotonic()
         asked = Asked(pending.number, agreement.target, pending.request.action)
         self._write(Orders(asked, self._decided))
 
@@ -296,7 +310,7 @@ class Steering(Companion):
         request = pending.request
         token, action, by = request.token, request.action, request.by
         is_off = "called off, because " if status == "called off" else ""
-        text = f"{action.label or 'look'} ({by}): {is_off}{what}"
+        text = f"{action.label or 'peek'} ({by}): {is_off}{what}"
         values = token, action.name, status, step, steps, by, action.label, text
         optimizer = "" if action.optimizer is None else str(action.optimizer)
         which = before, action.setting_texts, optimizer, action.group, self._attempt, calls
@@ -329,6 +343,7 @@ class Steering(Companion):
             self._waiting.remove(pending)
             self._add_event(pending, "called off", "the run ended before the next step")
         self._orders.close()
+        requests.delete_abandoned_peeks(self._folder)
         return self.notes()
 
 

@@ -5,11 +5,14 @@ AGREEMENT_TIMEOUT_S = 2.0
 for longer."""
 
 FIRST_STEP_TIMEOUT_S = 30.0
-"""The same if the first that waits has made its first step: others may still compile theirs."""
+"""The same if the first that waits has made its first step: others may still compile theirs. A
+click on Look waits as long, at most, because the kernel handles no other click until then. After
+this time, `run.peek()` warns that it waits."""
 
-FIRST_ROUND_S = 0.05
-"""For all ranks to come to one step, before those that wait continue to a later one. Each round
-takes twice as long."""
+FIRST_ROUND_S = 0.02
+"""For all ranks to come to one step, before those that wait continue to a later one: a rank in a
+collective needs them. The next round takes 5 times as long, as the rank may only be slow, and each
+round after that twice as long."""
 
 ANSWER_TIMEOUT_S = 3.0
 """For the ranks to carry out a request. After that, the caller continues."""
@@ -24,7 +27,8 @@ MAX_TITLE_CHARS = 80
 """Of the name of a checkpoint."""
 
 WAIT_POLL_S = 0.001
-"""Between two readings of the bell by a rank that waits."""
+"""Between two readings of the bell by a rank that waits, and at least between two polls of the
+launcher during a request. A poll takes 1 ms of CPU time with 2 ranks."""
 
 MAX_EMPTY_PASSES = 1000
 """Passes that give nothing after a finish. A loop over ``range(10**9)`` may end by its steps."""

@@ -14,7 +14,8 @@ REQUESTS = "requests"
 """The folder of requests, within that of the run on the launcher's host."""
 
 SAVED = "saved.json"
-"""The last file of a folder in `RunFolder.peeks`: why models are missing there, by name."""
+"""The last file of a folder in `RunFolder.peeks`: why models are missing there, by name, and which
+models are in memory that the ranks share with the notebook."""
 
 STILL_TRAINS = "finish-still-trains"
 """The code of the finding that nothing ended the training."""

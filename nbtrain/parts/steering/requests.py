@@ -24,14 +24,16 @@ from ...part_api import (
     RunFolder,
     RunState,
     check_allowed,
+    read_regular,
     wait_for_state,
     write_atomically,
 )
 from ...part_api import events as ev
-from ...system.files import read_regular
+from ...planning.task_values import is_optimizer, is_scheduler
+from ...tracking.pruning import Mark, is_in_use
 from ...worker.checkpoints import is_complete
 from . import kept
-from .limits import ANSWER_TIMEOUT_S, MAX_TITLE_CHARS
+from .limits import ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S, MAX_TITLE_CHARS
 from .orders import AFTER, REQUESTS, SAVED, Action, Setting
 from .settings import TurnError, check
 
@@ -39,6 +41,17 @@ NOT_STEERABLE = (
     "this run cannot be steered. It is of an older nbtrain, or was started with `--engine inline`, "
     "without `steps` in `--telemetry`, with `steering` in NBTRAIN_DISABLE, on live ranks of a "
     "cluster, or as one of several launches. `run.stop()` ends it"
+)
+
+_WAITS = (
+    "not all ranks of {} made a step within {:g} s. This call waits for the next step of an "
+    "optimizer of torch. An interrupt ends the wait, and the training continues. A training "
+    "without such an optimizer makes no step that nbtrain sees"
+)
+
+_SHARED = (
+    "`{0}` is in memory that the ranks share with the notebook (share_memory()), so it is not "
+    "copied: the notebook's `{0}` has the weights as they are now"
 )
 
 
@@ -61,7 +74,7 @@ def can_be_steered(folder: RunFolder) -> bool:
 def write(folder: RunFolder, action: Action, by: str) -> str:
     """Write a request into the folder of a run; return its token.
 
-    The request to look at the models also makes the folder that they are saved in: it counts while
+    The request to peek also makes the folder that they are saved in: it counts while
     that folder exists. Raises `NbtrainError` if the run cannot be steered, and `OSError` on a full
     disk.
     """
@@ -74,8 +87,12 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     if action.name == "peek":
         (folder.peeks / token).mkdir(mode=0o700, parents=True)
     data = json.dumps(asdict(Request(token, by, action))).encode()
-    (folder.path / REQUESTS).mkdir(mode=0o700, exist_ok=True)
-    write_atomically(folder.path / REQUESTS / f"{token}.json", data)
+    try:
+        (folder.path / REQUESTS).mkdir(mode=0o700, exist_ok=True)
+        write_atomically(folder.path / REQUESTS / f"{token}.json", data)
+    except OSError:
+        shutil.rmtree(folder.peeks / token, ignore_errors=True)
+        raise
     return token
 
 
@@ -137,28 +154,44 @@ def peek(
 ) -> ev.Steered:
     """Do what `Run.peek` does, and return the status of the request.
 
-    Waits up to `timeout_s` for the next step. Raises `NbtrainError` after that.
+    Waits up to `timeout_s` for the next step. Raises `NbtrainError` after that. Warns once if the
+    step takes long.
     """
+    if is_optimizer(model) or is_scheduler(model):
+        raise PlanError(
+            "run.peek() loads models. A run gives its optimizers and schedulers back when it ends"
+        )
     _check_running(run)
     token = write(RunFolder(run.folder), Action("peek"), by)
     folder = RunFolder(RunFolder(run.folder).peeks / token)
+    mark = None
     try:
-        answer = _wait_for_answer(run, token, timeout_s)
+        with contextlib.suppress(OSError):  # without a mark it is deleted when the run ends
+            mark = Mark(folder)
+        answer = _wait_for_step(run, token, timeout_s)
         if answer is None or answer.status == "pending":
             _check_running(run)
-            raise NbtrainError(f"{run.folder.name} made no step yet. Look again when it trains")
+            raise NbtrainError(
+                f"not all ranks of {run.folder.name} made a step within {timeout_s:.3g} s. Try it "
+                "again later, or call `run.peek()` in a cell: it waits for the next step, and an "
+                "interrupt ends only the wait"
+            )
         _wait_for_models(run, folder, answer.attempt)
-        left_out = json.loads(read_regular(folder.path / SAVED))
+        left_out, shared = json.loads(read_regular(folder.path / SAVED))
         for each, reason in left_out.items():
-            warnings.warn(f"`{each}` was not copied: {reason}", stacklevel=4)
+            warnings.warn(f"`{each}` was not copied: {reason}", stacklevel=3)
         if folder.list_weights():
             load_peeked(run, folder, model, name)
         elif left_out:
             raise NbtrainError(f"no model was copied: {next(iter(left_out.values()))}")
+        elif shared and model is not None:
+            raise NbtrainError(_SHARED.format(shared[0]))
         elif model is not None:
             raise NbtrainError("no model has changed since the run began, so none was copied")
         return answer
     finally:  # also after an interrupt: then the request is called off
+        if mark is not None:
+            mark.release()
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
@@ -169,7 +202,7 @@ def keep(run: Run, name: str = "", by: str = "by run.keep()") -> Path:
         raise PlanError(f"the name of a checkpoint must be {most}, not {name!r:.99}")
     _check_running(run)
     of_run = RunFolder(run.folder)
-    answer = _wait_for_answer(run, write(of_run, Action("keep", title=name), by), math.inf)
+    answer = _wait_for_step(run, write(of_run, Action("keep", title=name), by), math.inf)
     if answer is None or answer.step is None:
         raise NbtrainError(f"{run.folder.name} ended before its next step")
     folder = kept.folder_of(of_run, answer.step)
@@ -187,6 +220,27 @@ def keep(run: Run, name: str = "", by: str = "by run.keep()") -> Path:
         for each, reason in json.loads(read_regular(content / SAVED)).items():
             warnings.warn(f"`{each}` is not in the checkpoint: {reason}", stacklevel=3)
     return content
+
+
+def delete_abandoned_peeks(folder: RunFolder) -> None:
+    """Delete the models that ranks saved for processes that have ended since."""
+    with contextlib.suppress(OSError):
+        for path in folder.peeks.iterdir():
+            if not is_in_use(RunFolder(path)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _wait_for_step(run: Run, token: str, timeout_s: float) -> ev.Steered | None:
+    """Return what became of a request as `_wait_for_answer`; warn once if the step takes long."""
+    answer = _wait_for_answer(run, token, min(timeout_s, FIRST_STEP_TIMEOUT_S))
+    if timeout_s > FIRST_STEP_TIMEOUT_S and not run.state.is_over and _is_pending(answer):
+        warnings.warn(_WAITS.format(run.folder.name, FIRST_STEP_TIMEOUT_S), stacklevel=4)
+        answer = _wait_for_answer(run, token, timeout_s - FIRST_STEP_TIMEOUT_S)
+    return answer
+
+
+def _is_pending(answer: ev.Steered | None) -> bool:
+    return answer is None or answer.status == "pending"
 
 
 def _wait_for_models(run: Run, folder: RunFolder, attempt: int) -> None:

@@ -49,6 +49,19 @@ model_kinds: list[ModelKind] = []
 _CHANGED = "the notebook changed it after the launch, so it keeps the notebook's values"
 
 
+_WHILE_IT_TRAINS = (
+    "While a run trains, only models are copied: those that its function or cell refers to and "
+    "that changed, but not those in memory that the ranks share with the notebook (share_memory())"
+)
+_AT_ITS_END = (
+    "A run saves the models that its function or cell refers to and that changed, unless it has "
+    "sync=False (--no-sync). Return the state_dict() of a model that the function itself makes. "
+    "After an interrupt or a failure, a model is saved only if it is smaller than "
+    f"{RESCUE_MAX_BYTES >> 30} GiB, and none is saved if rank 0 was stopped because another rank "
+    "failed"
+)
+
+
 class ResultReceiver:
     """Copies results into the notebook's own objects, as long as they live, and its variables.
 
@@ -454,13 +467,8 @@ def _select_weights(
         missing = name or next(iter(targets), None)
         what = f"no weights of `{missing}`" if missing else "no weights"
         rest = f"; it saved {_join_names(saved)}" if saved else ""
-        raise NbtrainError(
-            f"this run saved {what}{rest}. A run saves the models that its function or cell "
-            "refers to and that changed, unless it has sync=False (--no-sync). Return the "
-            "state_dict() of a model that the function itself makes. After an interrupt or a "
-            f"failure, a model is saved only if it is smaller than {RESCUE_MAX_BYTES >> 30} GiB, "
-            "and none is saved if rank 0 was stopped because another rank failed"
-        )
+        advice = _WHILE_IT_TRAINS if call == "run.peek" else _AT_ITS_END
+        raise NbtrainError(f"this run saved {what}{rest}. {advice}")
     if target is None and not any(n in known for n in wanted):
         raise NbtrainError(
             f"the notebook's own objects are not in this kernel: pass one, {call}(model)"

@@ -73,6 +73,11 @@ class ModelCopy:
     """The fingerprints of tensors that are left out: they did not change, or are in memory that the
     notebook shares."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the notebook's model has all that the rank trains, in memory that both share."""
+        return not self.tensors and state_io.SHARED in self.unchanged.values()
+
 
 class ResultSender:
     """Remembers in a rank what it was given, before the task runs, and saves it afterwards.

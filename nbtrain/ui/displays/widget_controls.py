@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -237,17 +238,25 @@ class Controls:
             self._stopping = self._changed = True
 
     def _on_part(self, button: RunButton, widget: Any) -> None:
-        """Do what a part's button is for, once; show why, if that is impossible."""
+        """Do what a part's button is for, once; show why, if that is impossible.
+
+        The button is disabled while it is done, which may take seconds.
+        """
         if widget.disabled:  # a second click was under way
             return
+        self._pressed[button.label] = math.inf
+        widget.description, widget.disabled = button.busy_label, True
+        pressed = 0.0
         try:
             if text := button.press():
                 self.panel.value = board.draw_preformatted(text)
-            widget.description, widget.disabled = button.busy_label, True
-            self._pressed[button.label] = self._drawn[1] if self._drawn is not None else 0.0
+            pressed = self._drawn[1] if self._drawn is not None else 0.0
         except (NbtrainError, OSError) as error:
             self.panel.value = board.draw_preformatted(str(error))
-        self._changed = True
+            widget.description, widget.disabled = button.label, False
+        finally:  # after an interrupt, the next drawing enables the button
+            self._pressed[button.label] = pressed
+            self._changed = True
 
     def _on_image(self, _button: Any) -> None:
         """Hide what the panel shows; if it is empty, show the run as a picture to copy."""

@@ -114,6 +114,16 @@ def test_ranks_in_step_agree_although_one_had_gone_on() -> None:
     assert agreement.status == "agreed"
 
 
+def test_a_rank_that_is_only_slow_has_more_time_after_the_first_round() -> None:
+    agreement = Agreement(frozenset({0, 1}))
+    assert not agreement.update({0: 5}, [0, 1], [], 1.0)
+    assert agreement.update({0: 5}, [0, 1], [], 1.021)
+    assert not agreement.update({0: 7, 1: 5}, [0, 1], [], 1.03)
+    assert not agreement.update({0: 7, 1: 5}, [0, 1], [], 1.12)
+    assert agreement.update({0: 7, 1: 5}, [0, 1], [], 1.14)
+    assert (agreement.status, agreement.target) == ("open", 11)
+
+
 def test_ranks_behind_go_on_to_the_furthest() -> None:
     agreement = Agreement(frozenset({0, 1}))
     assert agreement.update({0: 5, 1: 9}, [0, 1], [], 1.0)

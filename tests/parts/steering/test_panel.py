@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import nbtrain
+from nbtrain.errors import NbtrainError
 from nbtrain.parts.steering import requests
 from nbtrain.parts.steering.launch_side import Steering
 from nbtrain.parts.steering.orders import Action
@@ -21,7 +23,7 @@ from nbtrain.tracking import clock
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.run_folder import RunFolder
-from nbtrain.ui.displays.widget_controls import Controls, PanelButton
+from nbtrain.ui.displays.widget_controls import Controls, PanelButton, RunButton
 from tests.support.kernel import Notebook, Outputs
 from tests.support.runs import events, launch, picture
 from tests.support.waiting import wait_until
@@ -203,6 +205,35 @@ def test_what_cannot_be_asked_is_shown(
     shown.add()
     assert "switched off" in shown.text
     assert shown.shows("lr") == (1e-3, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(None, "done"), (NbtrainError("no step"), "no step"), (KeyboardInterrupt(), "")],
+)
+def test_a_button_is_disabled_as_long_as_its_press_takes(
+    error: BaseException | None, shown: str
+) -> None:
+    seen = list[tuple[str, bool]]()
+
+    def press() -> str:
+        controls.follow(picture(), 2.0)  # the board is drawn meanwhile
+        seen.append((look.description, look.disabled))
+        if error is not None:
+            raise error
+        return "done"
+
+    button = RunButton("Look", "eye", "tip", "looking…", press, lambda state: False)
+    controls = Controls(print, print, [button])
+    controls.follow(picture(), 1.0)
+    look = next(each for each in controls.row.children if each.icon == "eye")
+    with contextlib.suppress(KeyboardInterrupt):
+        look.click()
+    assert seen == [("looking…", True)]
+    assert shown in controls.panel.value
+    controls.follow(picture(), 9.0)
+    assert (look.description, look.disabled) == ("Look", False)
+    controls.close()
 
 
 class Faulty:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.steering import requests
-from nbtrain.parts.steering.launch_side import Steering
+from nbtrain.parts.steering.launch_side import Steering, look_timeout_s
 from nbtrain.parts.steering.orders import Action, Asked, Decided, Orders
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
@@ -97,6 +98,58 @@ def test_orders_that_a_full_disk_refused_are_written_later(
     assert asked.action == Action("finish")
     reader.close()
     steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+def test_the_launcher_is_quick_while_ranks_may_wait(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steering, state = Steering(folder), picture(2)
+    state = fold(state, [ev.Started(1.0, rank, 100 + rank) for rank in range(2)])
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    assert steering.attend(state) == math.inf
+    requests.write(folder, Action("finish"), "by me")
+    delays = list[float]()
+    while now < 101:
+        delays.append(steering.attend(state))
+        now += delays[-1]
+    assert delays == sorted(delays)
+    assert max(delays) <= 0.02
+    assert sum(delays[:6]) <= 0.015
+    state = fold(state, [ev.StepBoundary(2.0, rank, 1, 7, 7) for rank in range(2)])
+    steering.attend(state)
+    assert [each.status for each in steering.notes() if isinstance(each, ev.Steered)] == [
+        "pending",
+        "applied",
+    ]
+    assert steering.attend(state) == math.inf
+    steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+def test_a_request_that_a_full_disk_refuses_leaves_nothing(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    steering = Steering(folder)
+    monkeypatch.setattr(requests, "write_atomically", write)
+    with pytest.raises(OSError, match="No space left"):
+        requests.write(folder, Action("peek"), "by me")
+    assert [*folder.peeks.iterdir()] == []
+    steering.finish(ev.Finished(0.0, -1), lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("counts", "timeout_s"), [({}, 3), ({0: 4, 1: 16}, 19), ({0: 4}, 7), ({0: 600}, 30)]
+)
+def test_a_click_on_look_waits_longer_if_steps_take_longer(
+    counts: dict[int, float], timeout_s: float
+) -> None:
+    state = picture(2)
+    for rank, elapsed in counts.items():
+        state = fold(state, [ev.TrainingUpdate(1.0, rank, steps=2, elapsed=elapsed)])
+    assert look_timeout_s(state) == timeout_s
 
 
 def test_a_host_may_switch_steering_off(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from ..orders import Action, Decided
 from ..settings import TurnError
 from .finish import Finishing
 from .keep import Keeping
-from .look import Looking
+from .peek import Peeking
 from .turn import Turning
 
 
@@ -27,14 +27,14 @@ class Actions:
 
     def __init__(self, context: RankContext) -> None:
         self._finishing, self._turning = Finishing(context), Turning(context)
-        self._looking, self._keeping = Looking(context), Keeping(context)
+        self._peeking, self._keeping = Peeking(context), Keeping(context)
 
     def prepare(self, action: Action) -> Prepared:
         """Get ready for an action, and return what the launcher needs to decide about it."""
         if action.name == "finish":
             return Prepared(self._finishing.prepare())
         if action.name in ("peek", "keep"):
-            saving = self._looking if action.name == "peek" else self._keeping
+            saving = self._peeking if action.name == "peek" else self._keeping
             refusal = saving.find_refusal()
             return Prepared(detail=refusal, is_refused=bool(refusal))
         try:
@@ -49,7 +49,7 @@ class Actions:
         if decided.action.name == "finish":
             self._finishing.apply(decided)
         elif decided.action.name == "peek":
-            self._looking.apply(decided)
+            self._peeking.apply(decided)
         elif decided.action.name == "keep":
             self._keeping.apply(decided)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,8 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +22,12 @@ from torch import nn
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.lifecycle.run import load_peeked
 from nbtrain.parts.steering import requests
-from nbtrain.parts.steering.orders import Action
+from nbtrain.parts.steering.orders import Action, Decided
+from nbtrain.parts.steering.ranks import peek
 from nbtrain.tracking.run_folder import RunFolder
+from nbtrain.worker.rank_context import RankContext
 from tests.support.looked_models import Weights, alone, batches, fit, late, net
 from tests.support.runs import launch
 from tests.support.waiting import wait_until
@@ -208,11 +213,105 @@ def test_a_run_that_gives_no_model_back_is_not_looked_at() -> None:
 def test_a_look_that_nobody_waits_for_is_called_off() -> None:
     model = net()
     run = launch(late, model, n=1, background=True)
-    with pytest.raises(NbtrainError, match="made no step"):
+    with pytest.raises(NbtrainError, match=r"not all ranks of .* made a step within 0\.3 s"):
         requests.peek(run, timeout_s=0.3)
     (run.folder / "go").touch()
     wait_until(lambda: any(s.status == "called off" for s in run.state.steered))
     assert [*(run.folder / "peeks").iterdir()] == []
+    finish(run)
+
+
+def test_a_look_on_another_host_reports_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank's folder is not the one that is waited for, so its end is no sign."""
+    copies = {"model": SimpleNamespace(is_shared=False)}
+    sender = SimpleNamespace(
+        copy_models=lambda: (copies, {}),
+        save_copies=lambda _copies, folder: save_file(folder.weights_of("model")),
+    )
+    job = SimpleNamespace(folder=RunFolder(tmp_path))
+    context = SimpleNamespace(sender=sender, global_rank=0, job=job)
+
+    def save_file(path: Path) -> dict[str, str]:
+        path.parent.mkdir()
+        path.touch()
+        return {}
+
+    def write(path: Path, data: bytes) -> None:
+        if [*path.parent.glob("weights/*")]:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(data)
+
+    monkeypatch.setattr(peek, "write_atomically", write)
+    monkeypatch.setattr(peek.threading, "Thread", fail_to_start)
+    peek.Peeking(cast(RankContext, context)).apply(Decided(1, Action("peek"), "a-token"))
+    (saved,) = (tmp_path / "peeks/a-token").iterdir()
+    assert "No space left" in json.loads(saved.read_text())[0]["model"]
+
+
+def fail_to_start(**_: Any) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_look_without_a_copy_says_why() -> None:
+    model = net()
+    run = launch(alone, model, n=1, background=True, sync=False)
+    with pytest.raises(NbtrainError, match="sync=False"):
+        run.peek()
+    run.finish()
+    run.wait()
+    run = launch(alone, model.share_memory(), n=1, background=True)
+    with pytest.raises(NbtrainError, match=r"the notebook's `model` has the weights as they are"):
+        run.peek(net())
+    assert run.peek() >= 1
+    run.finish()
+    run.wait()
+
+
+def train_with(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Weights]:
+    return fit(model, model, optimizer)
+
+
+def test_a_look_is_for_models_only() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    run = launch(train_with, model, optimizer, n=1, background=True)
+    with pytest.raises(PlanError, match="loads models"):
+        run.peek(optimizer)
+    with pytest.raises(NbtrainError, match="only models are copied"):
+        run.peek(net(), "optimizer")
+    finish(run)
+
+
+def test_a_look_that_comes_after_the_final_weights_says_how_to_get_them() -> None:
+    model, other = net(), net()
+    run = launch(alone, model, n=1, background=True)
+    folder = RunFolder(run.folder)
+    seen = finish(run)
+    with pytest.raises(NbtrainError, match=r"run\.load\(model\)"):
+        load_peeked(run, folder, other)
+    run.load(other)
+    assert_equal(other, seen[-1])
+
+
+def test_a_look_that_waits_for_long_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    run = launch(late, model, n=1, background=True)
+    monkeypatch.setattr(requests, "FIRST_STEP_TIMEOUT_S", 0.05)
+    shown = list[tuple[str, str]]()
+
+    def show(message: Warning | str, _category: object, file: str, *_: object) -> None:
+        shown.append((str(message), file))
+        (run.folder / "go").touch()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        assert run.peek() >= 1
+    ((text, file),) = shown
+    assert "An interrupt ends the wait, and the training continues" in text
+    assert file == __file__
     finish(run)
 
 
@@ -295,6 +394,7 @@ def test_a_kernel_that_dies_while_it_waits_leaves_the_run_as_it_was() -> None:
     seen = finish(run)
     assert_equal(model, seen[step - 1])
     assert [s.status for s in run.state.steered] == ["applied"] * 3
+    assert [*(run.folder / "peeks").iterdir()] == []
 
 
 def test_weights_that_cannot_be_saved_are_told_and_the_run_goes_on() -> None:
@@ -405,8 +505,10 @@ def train_two(first: nn.Module, second: nn.Module) -> None:
     parameters = {*first.parameters(), *second.parameters()}
     optimizer = torch.optim.SGD([*parameters], lr=0.01)
     while not nbtrain.should_stop():
-        (first(torch.randn(6, 4)).sum() + second(torch.randn(6, 4)).sum()).backward()
+        for model in (first, second):
+            model(torch.randn(6, 4)).pow(2).mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
         time.sleep(0.005)
 
 
@@ -444,8 +546,8 @@ def test_a_model_that_cannot_be_saved_leaves_the_others() -> None:
     run = launch(train_two_and_save_one, first, second, n=1, background=True)
     with pytest.warns(UserWarning, match="`second` was not copied"):
         run.peek()
-    assert (first[0].weight != net()[0].weight).any()
-    assert (second[0].weight == net()[0].weight).all()
+    assert (first[3].weight != net()[3].weight).any()  # those before BatchNorm have no gradient
+    assert (second[3].weight == net()[3].weight).all()
     run.finish()
     run.wait()
 
