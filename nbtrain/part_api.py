@@ -158,10 +158,9 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "name_with_lookalikes", "new_events", "own_address", "parser", "patch", "payload",
     "plan_fields", "plural", "prompt", "rank_context", "rank_environment", "read_appended",
     "read_regular", "ready_to_fork", "replace", "result_pickler", "run_plan", "run_task",
-    "run_texts", "scope",
-    "set_last_run", "short_repr", "shorten", "show", "split_line", "strip_escapes", "task_values",
-    "text_table", "undo_later", "wait_for_state", "when_imported", "with_article",
-    "write_atomically",
+    "run_texts", "scope", "set_last_run", "short_repr", "shorten", "show", "split_line",
+    "strip_escapes", "task_values", "text_table", "undo_later", "wait_for_state", "when_imported",
+    "with_article", "write_atomically",
 ]  # fmt: skip
 
 
