@@ -99,7 +99,7 @@ def prune(
             if is_over():
                 return
             is_used = is_watched(folder, limits.REMOTE_RUN_KEPT_S) or is_in_use(folder)
-            if not is_used and not folder.kept.exists():  # that is for the user to delete
+            if not is_used and not _has_kept(folder):  # that is for the user to delete
                 yield folder
 
     folders = runs(is_trusted=False, is_over=is_over)
@@ -126,6 +126,11 @@ def prune(
         with contextlib.suppress(OSError):  # another kernel deletes it at the same time
             if untrusted_reason(path, is_folder=True) in ("", OPEN):  # it belongs to this user
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _has_kept(folder: RunFolder) -> bool:
+    """Return whether a run has a checkpoint that the user wants to keep."""
+    return any(path.is_dir() for path in folder.kept.glob("step-*"))
 
 
 def _last_write_ns(folder: RunFolder) -> int:

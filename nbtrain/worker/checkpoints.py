@@ -100,15 +100,16 @@ def last_checkpoint() -> Path | None:
     """Return the folder of the newest complete checkpoint, or None.
 
     Before the run has one, it is the checkpoint of ``start_from``, which may be a file. All ranks
-    of an attempt get the same one if they call this before any of them saves again. After a restart
-    on fewer nodes, a larger number of ranks may have saved it.
+    of an attempt must call this, and get the same one before any of them saves again. After a
+    restart on fewer nodes, a larger number of ranks may have saved it.
     """
     own = next(iter(complete_checkpoints(_dir())[-1:]), None)
     context = rank_context.current()
-    if own is not None or context is None or context.job.plan.start_from is None:
+    start = context.job.plan.start_from if context is not None else None
+    if context is None or start is None:
         return own
-    context.start_is_read = True
-    return Path(context.job.plan.start_from)
+    context.start_is_read = True  # also if it is not needed any more, after a restart
+    return own or Path(start)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -149,5 +150,5 @@ def is_complete(folder: Path) -> bool:
         match = _STAMP.fullmatch(stamp)
         others = range(1, int(match[1])) if match else ()
         return bool(match) and all((folder / f".done-{r}").read_text() == stamp for r in others)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False

@@ -1,4 +1,8 @@
-"""What is in the folder of a checkpoint that ``run.keep`` has saved."""
+"""What is in the folder of a checkpoint that ``run.keep`` has saved.
+
+The folder has what ``Accelerator.save_state`` saves; or the weights of models, as in a `RunFolder`,
+and the states of optimizers; or one of these:
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,8 @@ from pathlib import Path
 
 from ...part_api import RunFolder
 
-ACCELERATOR = "accelerator"
-"""What ``Accelerator.save_state`` saves."""
 LIGHTNING = "lightning.ckpt"
 """What the Trainer of Lightning saves."""
-MODELS = "models"
-"""Of a loop that has neither: a folder as `RunFolder`, with weights and `optimizer_file`."""
 TRANSFORMERS = "checkpoint-*"
 """What the Trainer of transformers saves."""
 
@@ -33,7 +33,6 @@ def failure_file(folder: Path, attempt: int) -> Path:
 
 def content_of(folder: Path) -> Path:
     """Return the part of a complete checkpoint that a run loads."""
-    for name in (ACCELERATOR, LIGHTNING, MODELS):
-        if (folder / name).exists():
-            return folder / name
+    if (folder / LIGHTNING).exists():
+        return folder / LIGHTNING
     return next(folder.rglob(TRANSFORMERS), folder)

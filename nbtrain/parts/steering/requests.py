@@ -217,7 +217,8 @@ def keep(run: Run, name: str = "", by: str = "by run.keep()") -> Path:
         time.sleep(POLL_INTERVAL_S)
     content = kept.content_of(folder)
     if (content / SAVED).exists():
-        for each, reason in json.loads(read_regular(content / SAVED)).items():
+        left_out, _ = json.loads(read_regular(content / SAVED))
+        for each, reason in left_out.items():
             warnings.warn(f"`{each}` is not in the checkpoint: {reason}", stacklevel=3)
     return content
 

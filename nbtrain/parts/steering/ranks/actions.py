@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ....part_api import RankContext
 from ..orders import Action, Decided
@@ -29,13 +30,17 @@ class Actions:
         self._finishing, self._turning = Finishing(context), Turning(context)
         self._peeking, self._keeping = Peeking(context), Keeping(context)
 
-    def prepare(self, action: Action) -> Prepared:
-        """Get ready for an action, and return what the launcher needs to decide about it."""
+    def prepare(self, action: Action, optimizer: Any) -> Prepared:
+        """Get ready for an action, and return what the launcher needs to decide about it.
+
+        `optimizer` has made the present step.
+        """
         if action.name == "finish":
             return Prepared(self._finishing.prepare())
         if action.name in ("peek", "keep"):
-            saving = self._peeking if action.name == "peek" else self._keeping
-            refusal = saving.find_refusal()
+            is_peek = action.name == "peek"
+            peeking, keeping = self._peeking.find_refusal, self._keeping.find_refusal
+            refusal = peeking() if is_peek else keeping(optimizer)
             return Prepared(detail=refusal, is_refused=bool(refusal))
         try:
             return Prepared(detail=self._turning.describe(action))
@@ -44,13 +49,14 @@ class Actions:
         except Exception as error:  # groups of other optimizers may hold anything
             return Prepared(detail=f"{type(error).__name__}: {error}", is_refused=True)
 
-    def apply(self, decided: Decided) -> None:
-        """Carry out what all ranks carry out after this step."""
+    def apply(self, decided: Decided, optimizer: Any) -> None:
+        """Carry out what all ranks carry out after this step, which `optimizer` has made."""
         if decided.action.name == "finish":
             self._finishing.apply(decided)
         elif decided.action.name == "peek":
             self._peeking.apply(decided)
         elif decided.action.name == "keep":
-            self._keeping.apply(decided)
+            self._turning.restore()  # the checkpoint has the settings of the code
+            self._keeping.apply(decided, optimizer)
         else:
             self._turning.apply(decided.action)

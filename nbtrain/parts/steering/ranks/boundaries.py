@@ -37,16 +37,16 @@ class StepBoundaries(Observer):
         """Count the step. At a request, wait for the others, and carry out what was agreed."""
         self._calls += 1
         if self._bell[0] != self._heard or self._calls >= self._due:
-            self._meet()
+            self._meet(optimizer)
 
-    def _meet(self) -> None:
-        """Follow the orders until this rank may continue."""
+    def _meet(self, optimizer: object) -> None:
+        """Follow the orders until this rank may continue after the step of an optimizer."""
         while True:
             self._heard = self._bell[0]
             orders = self._read()
             for each in orders.decided:
-                self._settle(each)
-            if not self._waits_for(orders.asked):
+                self._settle(each, optimizer)
+            if not self._waits_for(orders.asked, optimizer):
                 return
             while self._bell[0] == self._heard:
                 time.sleep(limits.WAIT_POLL_S)
@@ -61,7 +61,7 @@ class StepBoundaries(Observer):
                 return Orders()
             time.sleep(limits.WAIT_POLL_S)
 
-    def _settle(self, decided: Decided) -> None:
+    def _settle(self, decided: Decided, optimizer: object) -> None:
         """Carry out, once, a request that was decided while this rank waited for it."""
         if decided.request <= self._last_decided:
             return
@@ -69,9 +69,9 @@ class StepBoundaries(Observer):
         if self._reported is not None and self._reported[0] == decided.request:
             self._reported = None
             if decided.is_applied:
-                self._actions.apply(decided)
+                self._actions.apply(decided, optimizer)
 
-    def _waits_for(self, asked: Asked | None) -> bool:
+    def _waits_for(self, asked: Asked | None, optimizer: object) -> bool:
         """Return whether this rank waits here; if so, it has reported its step."""
         if asked is None or asked.request <= self._last_decided:
             self._due = _NEVER
@@ -81,14 +81,14 @@ class StepBoundaries(Observer):
             return False
         here = asked.request, self._calls
         if self._reported != here:
-            self._reported = here if self._report(*here, asked) else None
+            self._reported = here if self._report(*here, asked, optimizer) else None
         return self._reported is not None
 
-    def _report(self, request: int, calls: int, asked: Asked) -> bool:
+    def _report(self, request: int, calls: int, asked: Asked, optimizer: object) -> bool:
         """Report that this rank waits; return False if the disk is too full for that."""
         writer, context = self._context.writer, self._context
         if writer.trouble is None:
-            prepared = vars(self._actions.prepare(asked.action))
+            prepared = vars(self._actions.prepare(asked.action, optimizer))
             steps = context.figures.steps
             at = ev.StepBoundary(clock.now(), context.rank, request, calls, steps, **prepared)
             writer.write(at)
@@ -115,3 +115,8 @@ class SteeringRank(RankSide):
         """Load the models that the run starts from. Raises `NbtrainError` if that is impossible."""
         if self._starting is not None:
             self._starting.load_models()
+
+    def finish_task(self, context: RankContext) -> None:
+        """Raise `NbtrainError` if the run starts from a checkpoint that nothing has loaded."""
+        if self._starting is not None:
+            self._starting.check_is_loaded()

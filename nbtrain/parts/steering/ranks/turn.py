@@ -266,7 +266,7 @@ class Turning(Observer):
 
     def apply(self, action: Action) -> None:
         """Turn what an action names. `describe` has checked it."""
-        self._restore()  # the present step has been made
+        self.restore()  # the present step has been made
         for name, value in action.settings.items():
             knob = self._context.knobs.get(name)
             if knob is not None:
@@ -292,7 +292,7 @@ class Turning(Observer):
     def _hook_into(self, optimizer: Any) -> None:
         """Have each step of an optimizer be made with the turned values, from now on."""
         if not self._hooked:
-            undo_later(self._restore)
+            undo_later(self.restore)
             hooks.add(self, hooks.notify.on_step)  # the last: others read the rate of the step
         if optimizer not in self._hooked:
             self._hooked.add(optimizer)
@@ -308,7 +308,7 @@ class Turning(Observer):
     def on_step(self, optimizer: Any) -> None:
         """Give the groups back what the code gave them, after the step of this optimizer."""
         if self._stepping is not None and self._stepping[0] is optimizer:
-            self._restore()
+            self.restore()
 
     def _step_fastai(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a step of fastai's optimizer with the turned values."""
@@ -324,7 +324,7 @@ class Turning(Observer):
         """
         if not self._turned or self._is_in_step():
             return
-        self._restore()  # after an exception in a step
+        self.restore()  # after an exception in a step
         self._stepping = optimizer, sys._getframe(1)
         for (_number, name), turned in self._turned.get(optimizer, {}).items():
             # The code may remove a group, or give it what is no number.
@@ -344,7 +344,7 @@ class Turning(Observer):
             frame = frame.f_back
         return False
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """Give the groups of the optimizer that steps what the code gave them."""
         stepping, self._stepping = self._stepping, None
         if stepping is None:
