@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -21,7 +23,14 @@ from nbtrain.tracking import pruning
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.looked_models import alone, batches, fit, net
 from tests.support.runs import launch
-from tests.support.steered_trainings import TRAININGS, Steps
+from tests.support.steered_trainings import (
+    TRAININGS,
+    Predictor,
+    Steps,
+    lightning_module,
+    samples,
+)
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.part("steering"), pytest.mark.filterwarnings("ignore")]
 
@@ -250,3 +259,192 @@ def test_another_kernel_and_a_terminal_keep_a_checkpoint(capsys: Any) -> None:
     assert Run.open(run.folder).keep().exists()
     finish(run)
     assert [each.label for each in run.state.steered][:2] == ['checkpoint "by hand"', "checkpoint"]
+
+
+def by_lightning_on_a_full_disk(module: Any) -> int:
+    """Train; the first rank cannot save anything."""
+    import lightning
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    class Watch(lightning.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.01)
+
+    if nbtrain.rank() == 0:
+        torch.save = fail
+    module.steps = Steps(None)
+    trainer = lightning.Trainer(
+        max_steps=200, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(samples(8), batch_size=4))
+    return trainer.global_step
+
+
+def test_a_full_disk_on_one_rank_stops_no_training_by_lightning() -> None:
+    run = launch(by_lightning_on_a_full_disk, lightning_module(), n=2, background=True)
+    with pytest.raises(NbtrainError, match="No space left"):
+        run.keep()
+    run.wait()
+    assert run.state.status == "succeeded", run.state.message
+    assert run.results == [200, 200]
+
+
+def by_transformers(model: nn.Module, folder: str, **options: Any) -> dict[str, Any]:
+    """Train by a Trainer that may save at each step; return its state at the end."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            time.sleep(0.02)
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=60, per_device_train_batch_size=2, report_to="none",
+        dataloader_pin_memory=False, disable_tqdm=True, **options,
+    )  # fmt: skip
+    data = [{"x": x, "labels": y} for x, y in samples(8)]
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[Watch()])
+    trainer.train()
+    own = trainer.args
+    return {
+        "best": trainer.state.best_model_checkpoint,
+        "own": (own.output_dir, own.save_only_model, str(own.save_strategy.value)),
+        "steps": trainer.state.global_step,
+    }
+
+
+def test_a_trainer_that_saves_at_each_step_also_saves_for_the_user(tmp_path: Path) -> None:
+    options = {"save_steps": 1, "save_total_limit": 1, "save_only_model": True}
+    run = launch(by_transformers, Predictor(), str(tmp_path), n=2, background=True, **options)
+    path = run.keep()
+    run.wait()
+    assert path.name == f"checkpoint-{step_of(run)}"
+    assert (path / "optimizer.pt").exists()
+    assert run.value["own"] == (str(tmp_path), True, "steps")
+    assert [each.name for each in tmp_path.glob("checkpoint-*")] == ["checkpoint-60"]
+
+
+def test_the_best_model_of_a_trainer_is_its_own(tmp_path: Path) -> None:
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_steps": 20,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    run = launch(by_transformers, Predictor(), str(tmp_path), n=1, background=True, **options)
+    for _ in range(3):
+        run.keep()
+    run.wait()
+    assert run.state.status == "succeeded", run.state.message
+    assert Path(run.value["best"]).parent == tmp_path
+
+
+def without_a_place(model: nn.Module, folder: str) -> dict[str, Any]:
+    from transformers import Trainer
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if nbtrain.rank() == 0:
+        Trainer.save_model = fail
+    return by_transformers(model, folder, save_strategy="no")
+
+
+def test_a_full_disk_stops_no_trainer(tmp_path: Path) -> None:
+    run = launch(without_a_place, Predictor(), str(tmp_path), n=2, background=True)
+    with pytest.raises(NbtrainError, match="No space left"):
+        run.keep()
+    run.wait()
+    assert run.state.status == "succeeded", run.state.message
+    assert run.value["own"] == (str(tmp_path), False, "no")
+
+
+def after_another_training(model: nn.Module) -> None:
+    """Train another model by Accelerate before the notebook's one by itself."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    other = net()
+    made = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(made[0](torch.randn(6, 4)).pow(2).mean())
+        made[1].step()
+    alone(model)
+
+
+def test_the_model_of_the_present_training_is_saved() -> None:
+    run = launch(after_another_training, net(), n=2, background=True)
+    wait_until(lambda: (p := run.state.ranks[0].progress) is not None and p.steps > 5)
+    path = run.keep()
+    finish(run)
+    assert RunFolder(path).list_weights() == ["model"]
+
+
+def with_batch_norm(model: nn.Module) -> list[int]:
+    """Train without a loader; return the batches that BatchNorm had counted before each step."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    for x in batches():
+        accelerator.backward(wrapped(x).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+def test_an_accelerated_loop_without_a_loader_is_saved_before_its_next_forward() -> None:
+    from safetensors.torch import load_file
+
+    run = launch(with_batch_norm, net(), n=1, background=True)
+    path = run.keep()
+    finish(run)
+    saved = load_file(path / "model.safetensors")
+    assert saved["1.num_batches_tracked"].item() == step_of(run)
+
+
+def until_told(model: nn.Module) -> None:
+    """Train by Accelerate until a file is there, and return just after a step."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    while True:
+        x = torch.randn(6, 4)
+        while not (Path(os.environ["NBTRAIN_RUN"]) / "requests").exists():
+            time.sleep(0.01)
+        accelerator.backward(wrapped(x).pow(2).mean())
+        optimizer.step()
+        if [*(Path(os.environ["NBTRAIN_RUN"]) / "checkpoints").glob("kept/*")]:
+            return
+
+
+def test_the_checkpoint_of_the_last_step_is_saved_when_the_training_has_ended() -> None:
+    run = launch(until_told, net(), n=1, background=True)
+    path = run.keep()
+    run.wait()
+    assert run.state.status == "succeeded", run.state.message
+    assert (path / "model.safetensors").exists()
+
+
+def test_a_checkpoint_has_the_settings_of_the_code() -> None:
+    run = launch(in_ddp, net(), n=1, background=True)
+    run.turn(lr="/10")
+    path = run.keep()
+    finish(run)
+    groups = torch.load(path / "optimizer-0.pt", weights_only=True)["param_groups"]
+    assert [group["lr"] for group in groups] == [1e-2]
+
+
+def of_a_copy(model: nn.Module) -> None:
+    alone(copy.deepcopy(model))
+
+
+def test_a_function_that_trains_a_copy_is_told() -> None:
+    run = launch(of_a_copy, net(), n=1, background=True)
+    with pytest.raises(NbtrainError, match="Does the function train a copy"):
+        run.keep()
+    finish(run)
+    assert not [each for each in (run.folder / "checkpoints/kept").iterdir() if each.is_dir()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.steering.start_points import find_start
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.looked_models import alone, batches, net
 from tests.support.runs import launch
@@ -55,7 +57,7 @@ def test_a_trainer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     first.wait()
     step = json.loads((path / "trainer_state.json").read_text())["global_step"]
     assert 0 < step < STEPS
-    for start in (first, path, first.folder.name, str(path)):
+    for start in (first, first.folder.name):
         again = launch(by_transformers, Predictor(), str(tmp_path / "2"), n=2, start_from=start)
         began, parameters = again.value
         assert began == step
@@ -286,3 +288,138 @@ def test_a_restarted_run_starts_from_the_same_checkpoint_and_keeps_its_own() -> 
     assert finish(run) == 2
     assert all((each / "optimizer-0.pt").exists() for each in own)
     assert len({*own}) == 2
+
+
+def reading_its_own(model: nn.Module) -> list[float]:
+    """Save at step 5, fail once, and go on; return the count of Adam after its next step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    done = nbtrain.last_checkpoint()
+    if done is not None and (done / "mine.pt").exists():
+        optimizer.load_state_dict(torch.load(done / "mine.pt"))
+    for _ in range(5):
+        model(torch.randn(6, 4)).pow(2).mean().backward()
+        optimizer.step()
+        if nbtrain.attempt() == 2:
+            return [float(each["step"]) for each in optimizer.state.values()]
+    with nbtrain.checkpoint(5) as folder:
+        torch.save(optimizer.state_dict(), folder / "mine.pt")
+    raise ConnectionError
+
+
+def test_after_a_restart_the_own_checkpoint_counts() -> None:
+    first = launch(in_ddp, net(), 0.1, n=1, background=True)
+    path = first.keep()
+    finish(first)
+    run = launch(reading_its_own, net(), n=1, start_from=path, max_restarts=1)
+    assert {*run.value} == {6.0}
+    assert run.state.findings == () or "loop-begins" not in str(run.state.findings)
+
+
+def by_its_own_path(model: nn.Module, folder: str, other: str) -> int:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=2, save_strategy="no",
+        report_to="none", dataloader_pin_memory=False, disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"x": x, "labels": y} for x, y in samples(8)]
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.train(resume_from_checkpoint=other)
+    return int(trainer.state.global_step)
+
+
+def test_the_code_may_name_another_checkpoint(tmp_path: Path) -> None:
+    first = launch(by_transformers, Predictor(), str(tmp_path / "1"), 0.03, n=1, background=True)
+    path = first.keep()
+    first.wait()
+    options = {"n": 1, "start_from": tmp_path}
+    run = launch(by_its_own_path, Predictor(), str(tmp_path / "2"), str(path), **options)
+    assert run.value == STEPS
+
+
+def two_models(first: nn.Module, second: nn.Module) -> list[list[torch.Tensor]]:
+    """Prepare two models, each for itself; return what each begins with."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    made = [
+        accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        for model in (first, second)
+    ]
+    began = [[p.detach().clone() for p in model.parameters()] for model, _ in made]
+    for x in batches():
+        for model, optimizer in made:
+            accelerator.backward(model(x).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return began
+
+
+def test_models_that_are_prepared_one_after_the_other_are_all_loaded() -> None:
+    from safetensors.torch import load_file
+
+    first = launch(two_models, small_net(), small_net(), n=2, background=True)
+    path = first.keep()
+    finish(first)
+    run = launch(two_models, small_net(), small_net(), n=2, background=True, start_from=first)
+    began = finish(run)
+    for name, parameters in zip(("model", "model_1"), began, strict=True):
+        saved = load_file(path / f"{name}.safetensors")
+        names = [n for n, _ in small_net().named_parameters()]
+        assert all(torch.equal(saved[n], p) for n, p in zip(names, parameters, strict=True))
+
+
+def without_a_step() -> None:
+    pass
+
+
+def test_a_function_that_makes_no_step_must_load_it_too(tmp_path: Path) -> None:
+    with pytest.raises(NbtrainError, match="nothing has loaded"):
+        launch(without_a_step, n=2, start_from=tmp_path)
+
+
+class Prodigal(torch.optim.SGD):
+    """An optimizer that keeps a part of its state in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["d"] = group.get("d", 0) + 1
+        return super().step(closure)
+
+
+def by_prodigal(model: nn.Module, kind: Any, rate: float) -> float:
+    optimizer = kind(model.parameters(), lr=rate, momentum=0.9)
+    seen = []
+    for x in batches():
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(optimizer.param_groups[0].get("d", 0))
+    return float(seen[0])
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_its_state() -> None:
+    first = launch(by_prodigal, net(), Prodigal, 0.1, n=1, background=True)
+    first.keep()
+    step = first.state.steered[0].step
+    finish(first)
+    run = launch(by_prodigal, net(), Prodigal, 0.1, n=1, background=True, start_from=first)
+    assert finish(run) == step + 1
+    run = launch(by_prodigal, net(), torch.optim.SGD, 0.1, n=1, background=True, start_from=first)
+    finish(run)
+    assert "other-optimizer" in [each.code for each in run.state.findings]
+
+
+def test_a_failed_checkpoint_is_no_start() -> None:
+    run = launch(alone, net(), n=1, background=True)
+    path = run.keep()
+    finish(run)
+    (path.parent / "step-99999999.failed-1").write_text("no reason")
+    assert find_start(str(run.folder)) == str(path)
+    assert find_start(str(path)) == str(path)
+    shutil.rmtree(path)
+    with pytest.raises(PlanError, match="has no checkpoint"):
+        find_start(str(run.folder))
+    for text in ("", "x" * 300):
+        with pytest.raises(PlanError):
+            find_start(text)

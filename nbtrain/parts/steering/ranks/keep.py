@@ -24,7 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....part_api import Observer, RankContext, RunFolder, hooks, patch, write_atomically
+from ....part_api import (
+    NbtrainError,
+    Observer,
+    RankContext,
+    RunFolder,
+    hooks,
+    patch,
+    write_atomically,
+)
 from ....worker import checkpoints
 from .. import kept
 from ..orders import SAVED, Decided
@@ -178,25 +186,21 @@ class Keeping(Observer):
         with _reporting(folder):
             sender = self._context.sender
             assert sender is not None
-            copies, left_out = sender.copy_models()
+            copies, troubles = sender.copy_models()
             if self._context.global_rank:
                 checkpoints.mark_done(folder)
                 return
             optimizers = [reference() for reference in self._optimizers]
             states = [_copy_state(each, optimizers, sender.has_whole) for each in optimizers]
             names = ["" if each is None else type(each).__name__ for each in optimizers]
-            for name, state in zip(names, states, strict=True):
-                if name and not state:
-                    left_out[name] = (
-                        "it is sharded, uses another optimizer, or trains more than the notebook's "
-                        "models"
-                    )
+            useless = [n for n, state in zip(names, states, strict=True) if n and not state]
 
             def save() -> None:
                 with _reporting(folder):
-                    missing = {**left_out, **sender.save_copies(copies, RunFolder(folder))}
+                    missing = {**troubles, **sender.save_copies(copies, RunFolder(folder))}
                     if not RunFolder(folder).list_weights():
-                        raise ValueError(next(iter(missing.values()), _UNCHANGED))
+                        raise NbtrainError(next(iter(missing.values()), _UNCHANGED))
+                    missing |= dict.fromkeys(useless, _USELESS)
                     for number, state in enumerate(states):
                         if state:
                             write_atomically(kept.optimizer_file(folder, number), state)
@@ -207,6 +211,8 @@ class Keeping(Observer):
 
 
 _UNCHANGED = "no model of the notebook has changed. Does the function train a copy?"
+
+_USELESS = "it is sharded, uses another optimizer, or trains more than the notebook's models"
 
 _NEXT = (
     hooks.notify.on_fetch_or_backward,
@@ -254,7 +260,8 @@ def _reporting(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a full disk, or what a trainer cannot save
-        _report(folder, f"{type(error).__name__}: {error}")
+        is_known = isinstance(error, NbtrainError)
+        _report(folder, str(error) if is_known else f"{type(error).__name__}: {error}")
 
 
 def _report(folder: Path, reason: str) -> None:
