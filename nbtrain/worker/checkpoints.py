@@ -108,7 +108,7 @@ def last_checkpoint() -> Path | None:
     start = context.job.plan.start_from if context is not None else None
     if context is None or start is None:
         return own
-    context.start_is_read = True  # also if it is not needed any more, after a restart
+    context.start_is_read = True  # also after a restart, when the run has its own
     return own or Path(start)
 
 
