@@ -99,7 +99,7 @@ def prune(
             if is_over():
                 return
             is_used = is_watched(folder, limits.REMOTE_RUN_KEPT_S) or is_in_use(folder)
-            if not is_used and not _is_kept(folder):  # that is for the user to delete
+            if not is_used and not _must_stay(folder):  # that is for the user to delete
                 yield folder
 
     folders = runs(is_trusted=False, is_over=is_over)
@@ -128,7 +128,7 @@ def prune(
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_kept(folder: RunFolder) -> bool:
+def _must_stay(folder: RunFolder) -> bool:
     """Return whether the user has kept a checkpoint of a run."""
     return any(path.is_dir() for path in folder.kept.glob("step-*"))
 
