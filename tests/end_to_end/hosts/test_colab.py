@@ -98,3 +98,30 @@ def test_a_failure_and_an_interrupt_leave_the_kernel_well(colab: Notebook) -> No
     out = colab.run(waits, interrupt_on="ready")
     assert out.ename == "KeyboardInterrupt"
     assert colab.value("nbtrain.last_run().state.status") == "interrupted"
+
+
+@pytest.mark.part("steering")
+@pytest.mark.host(
+    "Colab", works="a run in the background is steered by the next cells", tried=TRIED
+)
+def test_a_background_run_is_steered_by_cells(colab: Notebook) -> None:
+    out = colab.run(
+        "import torch, nbtrain, time\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "def train(model):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in nbtrain.progress(range(100_000)):\n"
+        "        model(torch.randn(4, 2)).pow(2).mean().backward()\n"
+        "        optimizer.step()\n"
+        "        time.sleep(0.01)\n"
+        "run = nbtrain.launch(train, model, num_processes=2, background=True)\n",
+        timeout=120,
+    )
+    assert not out.ename, out.traceback
+    for command in ("turn lr=/3", "peek", "keep --name 'the first'", "finish"):
+        out = colab.run(f"%nbtrain {command}", timeout=60)
+        assert not out.ename, (command, out.traceback)
+    colab.run("run.wait()", timeout=60)
+    assert colab.value("run.state.status") == "succeeded"
+    changes = [change.split(" at ")[0] for change in colab.value("run.summary().changes")]
+    assert changes == ["lr /3", 'checkpoint "the first"', "finish"]

@@ -23,6 +23,22 @@ from tests.support.waiting import is_gone, wait_until
 CELL = {"cellId": "vscode-notebook-cell:/home/user/train.ipynb#W0sZmlsZQ%3D%3D", "trusted": True}
 WAITS = "%%distributed -n 2\nprint('ready', flush=True)\ntime.sleep(60)"
 
+STEERED = """
+import torch, nbtrain
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(2, 1)
+data = TensorDataset(torch.randn(400, 2), torch.randn(400, 1))
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for epoch in nbtrain.progress(range(1000)):
+        for x, y in DataLoader(data, batch_size=4):
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)
+"""
+
 
 @pytest.fixture(scope="module")
 def vscode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
@@ -100,3 +116,37 @@ def test_show_draws_a_run_in_a_window_that_was_reloaded(vscode: Notebook) -> Non
     (display,) = over.displays
     assert set(display) == {"text/html", "text/plain"}
     assert "interrupted" in display["text/html"]
+
+
+@pytest.mark.part("steering")
+@pytest.mark.host(
+    "VS Code",
+    works="a slider changes the learning rate, Finish ends the training",
+    tried="messages of its Jupyter extension to a real kernel",
+)
+def test_a_slider_and_finish(vscode: Notebook) -> None:
+    steps: list[str] = []
+
+    def steer(out: Outputs) -> None:
+        """Open the settings, move the slider once it is there, then finish."""
+        moved = [t for t in out.models.items() if t[1].get("_model_name") == "FloatLogSliderModel"]
+        if not steps and any(m.get("icon") == "sliders" for m in out.models.values()):
+            button, state = out.button("sliders")
+            if not state.get("disabled"):
+                data = {"method": "update", "state": {"value": True}, "buffer_paths": []}
+                vscode.send("comm_msg", {"comm_id": button, "data": data})
+                steps.append("settings")
+        elif steps == ["settings"] and moved:
+            data = {"method": "update", "state": {"value": 1e-4}, "buffer_paths": []}
+            vscode.send("comm_msg", {"comm_id": moved[0][0], "data": data})
+            steps.append("slider")
+        elif steps == ["settings", "slider"] and "by a slider): agreed" in str(out.models):
+            vscode.click(out.button("flag-checkered")[0])
+            steps.append("finish")
+
+    out = vscode.run(f"%%distributed -n 2 --as run\n{STEERED}", during=steer, timeout=120)
+    assert not out.ename, out.traceback
+    assert steps == ["settings", "slider", "finish"]
+    changes = vscode.value("run.summary().changes")
+    assert changes[0].startswith("lr 0.0001 at step ")
+    assert vscode.value("run.state.message").startswith("finished early at step")
