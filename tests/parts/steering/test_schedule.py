@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import nbtrain
 from nbtrain.commands import cli
 from nbtrain.parts.steering.script.schedule import export_changes, export_settings
 from tests.support.kernel import Notebook
@@ -18,19 +19,14 @@ from tests.support.runs import launch
 
 pytestmark = pytest.mark.part("steering")
 
-CELL = """
+TRAIN = """
 import os, time, torch
 from torch import nn
 
 def train(steps=60):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.05}]
-    optimizers = [
-        torch.optim.SGD(groups, lr=torch.tensor(0.02), momentum=0.9),
-        torch.optim.AdamW(model[1].parameters(), lr=0.01),
-    ]
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.99) for o in optimizers]
+    optimizers, schedulers = prepare(model)
     for _ in range(steps):
         model(torch.randn(6, 4)).pow(2).mean().backward()
         for each in [*optimizers, *schedulers]:
@@ -45,43 +41,71 @@ def train(steps=60):
     return text
 """
 
+CELL = f"""
+def prepare(model):
+    groups = [{{"params": model[0].parameters()}}, {{"params": model[2].parameters(), "lr": 0.05}}]
+    optimizers = [
+        torch.optim.SGD(groups, lr=torch.tensor(0.02), momentum=0.9),
+        torch.optim.AdamW(model[1].parameters(), lr=0.01),
+    ]
+    return optimizers, [torch.optim.lr_scheduler.ExponentialLR(o, 0.99) for o in optimizers]
+{TRAIN}"""
+
+WARMUP = f"""
+def prepare(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, n / 30))
+    return [optimizer], [scheduler]
+{TRAIN}"""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """With other numbers of threads, sums are others in the last digit."""
 
 
-def test_a_script_repeats_the_run_bit_for_bit(tmp_path: Path, capsys: Any) -> None:
+def start(cell: str, **options: Any) -> nbtrain.Run:
+    """Train in the background, as the functions of a cell do."""
     space: dict[str, Any] = {}
-    exec(CELL, space)
-    run = launch(space["train"], n=1, background=True, turn={"lr": "*0.5"}, env=ONE_THREAD)
-    run.turn(lr="/3", optimizer="SGD", group=1)
-    run.turn(weight_decay=0.1, momentum=0.5, optimizer=0)
-    run.turn(betas=(0.5, 0.9), lr=0.03, optimizer="AdamW")
-    run.turn(lr=None, optimizer=0)
-    run.wait()
-    assert run.state.status == "succeeded"
-    cells = [CELL, "%%distributed -n 1\ndef again(steps=60):\n    return train(steps)\n"]
-    made = [{"cell_type": "code", "source": cell, "outputs": []} for cell in cells]
-    notebook = tmp_path / "notes.ipynb"
+    exec(cell, space)
+    return launch(space["train"], n=1, background=True, env=ONE_THREAD, **options)
+
+
+def train_by_script(cell: str, run: nbtrain.Run, folder: Path) -> str:
+    """Return what the exported script trains with the changes of a run."""
+    assert run.wait().state.status == "succeeded"
+    cells = [cell, "%%distributed -n 1\ndef again(steps=60):\n    return train(steps)\n"]
+    made = [{"cell_type": "code", "source": each, "outputs": []} for each in cells]
+    notebook = folder / "notes.ipynb"
     notebook.write_text(
         json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": made})
     )
     assert cli.main(["export", str(notebook), "--run", run.folder.name]) == 0
-    script = tmp_path / "notes.py"
-    result = tmp_path / "result"
+    script, result = folder / "notes.py", folder / "result"
+    assert "nbtrain." not in script.read_text()
     environment = {**os.environ, "RESULT": str(result), **ONE_THREAD}
     environment.pop("PYTHONPATH", None)
     subprocess.run([sys.executable, str(script)], env=environment, check=True, timeout=120)
-    assert result.read_text() == run.value
-    assert "nbtrain." not in script.read_text()
-    without = launch(space["train"], n=1, env=ONE_THREAD)
-    assert without.value != run.value
+    return result.read_text()
+
+
+def test_a_script_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+    run = start(CELL, turn={"lr": "*0.5"})
+    run.turn(lr="/3", optimizer="SGD", group=1)
+    run.turn(weight_decay=0.1, momentum=0.5, optimizer=0)
+    run.turn(betas=(0.5, 0.9), lr=0.03, optimizer="AdamW")
+    run.turn(lr=None, optimizer=0)
+    assert train_by_script(CELL, run, tmp_path) == run.value
+    assert start(CELL).wait().value != run.value
+
+
+def test_a_script_repeats_settings_of_the_launch_under_a_warmup(tmp_path: Path) -> None:
+    """The learning rate is 0 at first."""
+    run = start(WARMUP, turn={"lr": 0.05})
+    assert train_by_script(WARMUP, run, tmp_path) == run.value
+    assert start(WARMUP.replace("lr=0.02", "lr=0.05")).wait().value == run.value
 
 
 def test_the_end_of_a_finished_run_is_a_comment() -> None:
-    space: dict[str, Any] = {}
-    exec(CELL, space)
-    run = launch(space["train"], n=1, background=True)
+    run = start(CELL)
     assert export_changes(run.folder.name) == ""
     run.turn(lr="/3")
     run.finish()

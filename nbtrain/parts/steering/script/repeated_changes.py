@@ -31,8 +31,8 @@ class RepeatedChanges:
             for step, settings, _which, at in self.changes:
                 for key in self.keys(len(self.optimizers) - 1, settings, at) if step == 0 else ():
                     self.waiting[key] = settings[key[2]]
-        for key in [k for k in self.waiting if k[2] != "lr" or self.group(k)["lr"]]:
-            self.change(key, self.waiting.pop(key))
+        for key in [k for k in self.waiting if k[2] != "lr" or self.base(k)]:
+            self.change(key, self.waiting.pop(key), self.base(key))
         for key in self.changed:
             if self.optimizers[key[0]] is optimizer:
                 group, name, value = self.group(key), key[2], self.present(key)
@@ -70,9 +70,14 @@ class RepeatedChanges:
         value, base = self.changed.get(key, (code, code))
         return code * (value / base) if key[2] == "lr" and code != base else value
 
-    def change(self, key, text):
+    def base(self, key):
+        """Return what a change at the start replaces: a scheduler's full rate, if there is one."""
+        group, keys = self.group(key), ("max_lr", "initial_lr") if key[2] == "lr" else ()
+        return read(next((group[k] for k in keys if group.get(k)), group[key[2]]))
+
+    def change(self, key, text, base=None):
         """Change a setting to a number, by a factor such as /3, or back to what the code has."""
-        value, text = self.present(key), str(text)
+        value, text = self.present(key) if base is None else base, str(text)
         self.changed.pop(key, None)
         if text == "back":
             return
@@ -80,7 +85,7 @@ class RepeatedChanges:
             value = value * (float(text[1:]) if text[0] == "*" else 1 / float(text[1:]))
         else:
             value = read(text.split(",")) if "," in text else float(text)
-        self.changed[key] = value, self.present(key)
+        self.changed[key] = value, self.present(key) if base is None else base
 
 
 def read(value):
