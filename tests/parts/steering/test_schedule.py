@@ -104,6 +104,13 @@ def test_a_script_repeats_settings_of_the_launch_under_a_warmup(tmp_path: Path) 
     assert start(WARMUP.replace("lr=0.02", "lr=0.05")).wait().value == run.value
 
 
+def test_a_script_changes_settings_that_are_0_in_the_code(tmp_path: Path) -> None:
+    run = start(WARMUP, turn={"momentum": 0.9, "weight_decay": 0.1})
+    assert train_by_script(WARMUP, run, tmp_path) == run.value
+    coded = WARMUP.replace("lr=0.02", "lr=0.02, momentum=0.9, weight_decay=0.1")
+    assert start(coded).wait().value == run.value
+
+
 def test_the_end_of_a_finished_run_is_a_comment() -> None:
     run = start(CELL)
     assert export_changes(run.folder.name) == ""
