@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import nbtrain
 from nbtrain.commands import cli
+from nbtrain.errors import PlanError
 from nbtrain.parts.steering.script.schedule import export_changes, export_settings
 from tests.support.kernel import Notebook
 from tests.support.runs import launch
@@ -103,15 +107,18 @@ def start(cell: str, **options: Any) -> nbtrain.Run:
     return launch(space["train"], n=1, background=True, env=ONE_THREAD, **options)
 
 
+def write_notebook(folder: Path, *cells: str) -> Path:
+    made = [{"cell_type": "code", "source": each, "outputs": []} for each in cells]
+    path = folder / "notes.ipynb"
+    path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": made}))
+    return path
+
+
 def train_by_script(cell: str, run: nbtrain.Run, folder: Path) -> str:
     """Return what the exported script trains with the changes of a run."""
     assert run.wait().state.status == "succeeded"
-    cells = [cell, "%%distributed -n 1\ndef again(steps=60):\n    return train(steps)\n"]
-    made = [{"cell_type": "code", "source": each, "outputs": []} for each in cells]
-    notebook = folder / "notes.ipynb"
-    notebook.write_text(
-        json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": made})
-    )
+    call = "%%distributed -n 1\ndef again(steps=60):\n    return train(steps)\n"
+    notebook = write_notebook(folder, cell, call)
     assert cli.main(["export", str(notebook), "--run", run.folder.name]) == 0
     script, result = folder / "notes.py", folder / "result"
     assert "nbtrain." not in script.read_text()
@@ -169,6 +176,50 @@ def test_the_end_of_a_finished_run_is_a_comment() -> None:
     head, _, rest = export_changes(run.folder.name).partition("\n")
     assert head.startswith("# The training was finished at step ")
     compile(rest, "", "exec")
+
+
+def fail_once(folder: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    for _ in range(30):
+        nbtrain.knob("the\nknob", 1.0, low=0, high=2)
+        optimizer.step()
+        time.sleep(0.05)
+    if not (folder / "failed").exists():
+        (folder / "failed").touch()
+        raise RuntimeError("the first attempt")
+
+
+def test_changes_after_a_restart_are_refused(tmp_path: Path) -> None:
+    """Its steps may not count from the start of the training; those of the launch do."""
+    settings = {"lr": "/3"}
+    run = launch(fail_once, tmp_path, background=True, max_restarts=1, turn=settings)
+    run.turn(weight_decay=0.1)
+    assert run.wait().state.attempt == 2
+    with pytest.raises(PlanError, match="was restarted"):
+        export_changes(run.folder.name)
+    (tmp_path / "failed").unlink()
+    run = launch(fail_once, tmp_path, max_restarts=1, turn=settings)
+    assert run.state.attempt == 2
+    assert "CHANGES = [\n    (0, {'lr': '/3'}, None, None),\n]" in export_changes(run.folder.name)
+
+
+def test_changes_of_knobs_are_left_out_with_a_comment(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "failed").touch()
+    run = launch(fail_once, tmp_path, background=True)
+    run.turn(**{"the\nknob": 0.5})
+    run.turn(**{"the\nknob": "*2", "lr": "/3"})
+    run.wait()
+    one, two = run.state.changes
+    head, _, rest = export_changes(run.folder.name).partition("# What was changed")
+    reason = "  # left out: a script has no knobs\n"
+    assert head == (
+        f"# the knob 0.5 after step {one.step}{reason}# the knob *2 after step {two.step}{reason}"
+    )
+    assert f"CHANGES = [\n    ({two.calls}, {{'lr': '/3'}}, None, None),\n]" in rest
+    notebook = write_notebook(tmp_path, "%%distributed -n 1\n1 + 1")
+    capsys.readouterr()
+    assert cli.main(["export", str(notebook), "--run", run.folder.name]) == 0
+    assert "without 2 changes (marked: left out)" in capsys.readouterr().out
 
 
 def test_the_script_of_a_cell_has_the_settings_of_its_launch(
