@@ -37,6 +37,7 @@ from ...planning.source_names import always_bound_names, bound_names, names_read
 _HEADER = "# Made by nbtrain"
 _MAGIC = re.compile(r"\s*%%distributed\b(.*)\n?")
 _LEFT_OUT = "  # left out: "
+_START = "--start-from"
 _IPYTHON = "only IPython can run it"
 _FUTURE = re.compile(r"(?m)^from __future__ import .*\n")
 
@@ -96,13 +97,28 @@ def export(notebook: Path, path: Path, number: int | None = None, run: str | Non
     magic = _MAGIC.match(cells[-1])
     options = parse_options([])
     with contextlib.suppress(PlanError):  # `-n {ranks}`: the notebook would fill that in
-        options = parse_options(split_line(magic[1] if magic else ""))
+        options = _read_options(magic[1] if magic else "")
     name = _printable(notebook.name)
     inputs = {f"cell {n} of {name}": text for n, text in enumerate(cells, 1)}
     changes = ""
     if run is not None:
         changes = load_provided("steering", "export_changes", "--run")(run)
     return _write(path, inputs, {}, options, changes=changes)
+
+
+def _read_options(line: str) -> Namespace:
+    """Return the options of a cell. Raises `PlanError`.
+
+    The checkpoint to start from is only marked: it need not exist where the script is written.
+    """
+    texts = split_line(line)
+    starts = [n for n, text in enumerate(texts) if text.partition("=")[0] == _START]
+    for n in reversed(starts):
+        del texts[n : n + (1 if "=" in texts[n] else 2)]
+    options = parse_options(texts)
+    if starts:
+        options.start_from = "a checkpoint"
+    return options
 
 
 def _find_cell_index(cells: Sequence[str], number: int | None, notebook: Path) -> int:
@@ -175,8 +191,9 @@ def _write(
     except OSError as error:
         raise PlanError(f"the script cannot be written: {error}") from error
     count = source.count(_LEFT_OUT) - source.count(_LEFT_OUT + _IPYTHON)
-    note = f" without {plural(count, 'statement')} (marked: left out)" if count else ""
-    return f"wrote {path}{note}"
+    counts = {"statement": count, "change": changes.count(_LEFT_OUT)}
+    missing = " and ".join(plural(number, what) for what, number in counts.items() if number)
+    return f"wrote {path} without {missing} (marked: left out)" if missing else f"wrote {path}"
 
 
 def _changes(options: Namespace) -> str:
@@ -203,6 +220,9 @@ def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str
     head = f"{_HEADER} from {place}, {date.today()}."
     text = "# nbtrain may overwrite this file as long as it begins with the line above. To run it:"
     notes = [f"# Set {name} in the environment first: it is a secret." for name in sorted(secrets)]
+    if options.start_from is not None:
+        note = "is not loaded. Load it in the training function."
+        notes.append(f"# The checkpoint of {_START} {note}")
     lines = [head, text, *(f"#     {command}" for command in commands), *notes]
     return "\n".join(map(_printable, lines))
 

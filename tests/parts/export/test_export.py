@@ -337,3 +337,11 @@ def test_no_name_of_a_file_is_code_in_the_script(tmp_path: Path) -> None:
     export(odd, script)
     tree = ast.parse(script.read_bytes())
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+
+
+@pytest.mark.parametrize("option", ["--start-from 'no such/run 7'", "--start-from=7", ""])
+def test_a_comment_says_that_no_checkpoint_is_loaded(tmp_path: Path, option: str) -> None:
+    """The checkpoint need not exist here; the other options count as well."""
+    script = _script(tmp_path, f"%%distributed {option} -n 4\n1 + 1")
+    assert "torchrun --nproc_per_node 4" in script
+    assert ("# The checkpoint of --start-from is not loaded." in script) == bool(option)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.steering.settings import read_settings
@@ -46,6 +48,38 @@ def test_all_steps_are_made_with_the_new_settings(engine: str, warmup: int) -> N
     assert rates == [2 * rate for rate in as_coded.value[0]]  # the code sees its own
     assert all(map(torch.equal, parameters, as_coded.value[1]))
     assert run.summary().changes == ("lr *0.5, weight_decay 0.01 at step 0",)
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, float], Any]] = {
+    "warmup": lambda o, _: lr_scheduler.LambdaLR(o, lambda n: min(1.0, n / 5)),
+    "warmup by LinearLR": lambda o, _: lr_scheduler.LinearLR(o, 0.01, total_iters=5),
+    "one cycle": lambda o, rate: lr_scheduler.OneCycleLR(o, rate, 20, cycle_momentum=False),
+}
+
+
+def move(schedule: str, rate: float, rate_of_head: float) -> list[float]:
+    """Return by how much each step moved two weights: the learning rates of two groups."""
+    weights = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": rate_of_head}]
+    optimizer = torch.optim.SGD(groups, lr=rate)
+    scheduler = SCHEDULES[schedule](optimizer, rate)
+    moved = []
+    for _ in range(12):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        before = [weight.item() for weight in weights]
+        optimizer.step()
+        scheduler.step()
+        moved.extend([b - w.item() for b, w in zip(before, weights, strict=True)])
+    return moved
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_number_replaces_the_rate_that_the_optimizer_was_made_with(schedule: str) -> None:
+    run = launch(move, schedule, 1e-3, 5e-3, n=1, turn={"lr": 3e-4})
+    expected = move(schedule, 3e-4, 3e-4)
+    assert max(expected) == pytest.approx(3e-4)
+    assert run.value == pytest.approx(expected)
 
 
 def by_transformers(model: nn.Module, folder: str) -> list[torch.Tensor]:

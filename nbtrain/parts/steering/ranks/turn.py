@@ -28,6 +28,9 @@ from ..limits import MAX_SEPARATE_OPTIMIZERS, MAX_SLIDERS
 from ..orders import Action, Setting
 from ..settings import SETTINGS, TurnError, Value, check, factor
 
+_BASE_RATES = ("max_lr", "initial_lr")
+"""The keys of a group where a scheduler saves its full rate; OneCycleLR's initial one is small."""
+
 
 class _Turned:
     """One setting of a parameter group that was turned.
@@ -114,18 +117,33 @@ class Turning(Observer):
         undo_later(module.register_optimizer_step_pre_hook(self._turn_at_start).remove)
 
     def _turn_at_start(self, optimizer: Any, *_: Any) -> None:
-        """Give an optimizer the settings of the launch, from its first step with a rate on.
+        """Give an optimizer the settings of the launch, before its first step.
 
-        Raises `NbtrainError` if it has no such setting.
+        A learning rate waits for the first one that is not 0, if no scheduler shows what it will
+        be. Raises `NbtrainError` if it has no such setting.
         """
         if optimizer not in self._waiting:
             if self._is_in_step():  # of an optimizer that uses this one
                 return
             self._waiting[optimizer] = self._find_at_start(optimizer)
         for number, name in list(self._waiting[optimizer]):
-            if name != "lr" or self._given(optimizer, number, name):
+            base = self._base(optimizer, number, name)
+            if name != "lr" or base:
                 self._waiting[optimizer].discard((number, name))
-                self._turn(optimizer, number, name, self._at_start[name])
+                self._turn(optimizer, number, name, self._at_start[name], base)
+
+    def _base(self, optimizer: Any, number: int, name: str) -> Value:
+        """Return what a setting of the launch replaces in a group.
+
+        For a learning rate under a scheduler that is not the rate of the first step, which may be
+        a small one of a warmup. Schedulers save the rate that the optimizer was made with, and
+        OneCycleLR its peak instead, which is the rate that it was made with.
+        """
+        group = _groups_of(optimizer)[number]
+        for key in _BASE_RATES if name == "lr" else ():
+            if group.get(key):
+                return _plain(group[key])
+        return self._given(optimizer, number, name)
 
     def _find_at_start(self, optimizer: Any) -> set[tuple[int, str]]:
         """Return the groups and names of the settings of the launch. Raises `NbtrainError`."""
@@ -277,10 +295,15 @@ class Turning(Observer):
         self._turns += 1
         self.on_report()
 
-    def _turn(self, optimizer: Any, number: int, name: str, value: Setting) -> None:
-        """Turn a setting of a group, or give it back."""
-        present = self._present(optimizer, number, name)
-        given = self._given(optimizer, number, name)
+    def _turn(
+        self, optimizer: Any, number: int, name: str, value: Setting, base: Value | None = None
+    ) -> None:
+        """Turn a setting of a group, or give it back.
+
+        The new value is one in place of `base`; by default, in place of the present value.
+        """
+        present = self._present(optimizer, number, name) if base is None else base
+        given = self._given(optimizer, number, name) if base is None else base
         self._hook_into(optimizer)
         turned = self._turned.setdefault(optimizer, {})
         turned.pop((number, name), None)

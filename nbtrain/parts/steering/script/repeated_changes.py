@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="var-annotated"
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="var-annotated,assignment"
 """Code that an exported script contains. It needs only torch, and imports it itself."""
 
 
@@ -13,74 +13,109 @@ class RepeatedChanges:
         from torch.optim import optimizer as module
 
         self.changes = changes  # after which step, new values, which optimizer, which group
-        self.optimizers = []  # in the order of their first steps
-        self.changed = {}  # by optimizer, group and name: the new value, and the code's one then
-        self.waiting = {}  # the same for changes at the start, while a learning rate is 0
-        self.given = []  # during a step, what the code gave the groups
-        self.steps = self.depth = 0
+        self.optimizers = []  # in the order in which their first steps ended
+        self.waiting = {}  # by optimizer: its changes at the start, while a learning rate is 0
+        self.changed = {}  # by optimizer, then group and name: the new value, what it replaces
+        self.stepping = None  # during a step of a changed optimizer: it, and what calls it
+        self.given = []  # and what the code gave its groups
+        self.steps = 0
         module.register_optimizer_step_pre_hook(self.before)
         module.register_optimizer_step_post_hook(self.after)
 
     def before(self, optimizer, *_):
-        """Give the groups of an optimizer the changed values for its step."""
-        self.depth += 1
-        if self.depth > 1:  # an optimizer that another one uses for its step
-            return
-        if not any(each is optimizer for each in self.optimizers):
-            self.optimizers.append(optimizer)
+        """Give the groups of an optimizer the changed values for its step.
+
+        Not if another changed optimizer uses it for its own step: its values are changed already.
+        """
+        import sys
+
+        if optimizer not in self.waiting:
+            if self.is_in_step():
+                return
+            self.waiting[optimizer] = waiting = {}
             for step, settings, _which, at in self.changes:
-                for key in self.keys(len(self.optimizers) - 1, settings, at) if step == 0 else ():
-                    self.waiting[key] = settings[key[2]]
-        for key in [k for k in self.waiting if k[2] != "lr" or self.group(k)["lr"]]:
-            self.change(key, self.waiting.pop(key))
-        for key in self.changed:
-            if self.optimizers[key[0]] is optimizer:
-                group, name, value = self.group(key), key[2], self.present(key)
-                self.given.append((group, name, group[name]))
-                is_tensor = hasattr(group[name], "fill_")
-                group[name] = group[name].clone().fill_(value) if is_tensor else value
+                for key in keys(optimizer, settings, at) if step == 0 else ():
+                    waiting[key] = settings[key[1]]
+        for key, text in list(self.waiting[optimizer].items()):
+            base = read_base(optimizer, key)
+            if key[1] != "lr" or base:
+                self.change(optimizer, key, text, base)
+                del self.waiting[optimizer][key]
+        if optimizer not in self.changed or self.is_in_step():
+            return
+        self.restore()  # after an exception in a step
+        self.stepping = optimizer, sys._getframe(1)
+        for key in self.changed[optimizer]:
+            value = self.present(optimizer, key)
+            group, name = optimizer.param_groups[key[0]], key[1]
+            self.given.append((group, name, group[name]))
+            is_tensor = hasattr(group[name], "fill_")
+            group[name] = group[name].clone().fill_(value) if is_tensor else value
 
     def after(self, optimizer, *_):
         """Give them back what the code gave them, and make the changes that are due now."""
-        self.depth, self.steps = self.depth - 1, self.steps + 1
+        self.steps += 1
+        if not any(each is optimizer for each in self.optimizers):
+            self.optimizers.append(optimizer)
+        due = [change for change in self.changes if change[0] == self.steps]
+        if due or (self.stepping and self.stepping[0] is optimizer):
+            self.restore()
+        for _step, settings, which, at in due:
+            for number, each in enumerate(self.optimizers):
+                if which in (None, number, type(each).__name__):
+                    for key in keys(each, settings, at):
+                        if key[1] != "lr" or each.param_groups[key[0]]["lr"]:
+                            self.change(each, key, settings[key[1]])
+
+    def is_in_step(self):
+        """Return whether the step that began last is still being made."""
+        import sys
+
+        frame = sys._getframe(1)
+        while self.stepping and frame and frame is not self.stepping[1]:
+            frame = frame.f_back
+        return bool(self.stepping and frame)
+
+    def restore(self):
+        """Give the groups of the optimizer that steps what the code gave them."""
+        self.stepping = None
         while self.given:
             group, name, value = self.given.pop()
             group[name] = value
-        for step, settings, which, at in self.changes:
-            for number, each in enumerate(self.optimizers if step == self.steps else ()):
-                if which in (None, number, type(each).__name__):
-                    for key in self.keys(number, settings, at):
-                        if key[2] != "lr" or self.group(key)["lr"]:
-                            self.change(key, settings[key[2]])
 
-    def keys(self, number, settings, at):
-        """Yield the settings to change of an optimizer: its number, the group and the name."""
-        for name in settings:
-            for n, group in enumerate(self.optimizers[number].param_groups):
-                if at in (None, n) and name in group:
-                    yield number, n, name
-
-    def group(self, key):
-        """Return a parameter group."""
-        return self.optimizers[key[0]].param_groups[key[1]]
-
-    def present(self, key):
+    def present(self, optimizer, key):
         """Return the value that a setting has in steps."""
-        code = read(self.group(key)[key[2]])
-        value, base = self.changed.get(key, (code, code))
-        return code * (value / base) if key[2] == "lr" and code != base else value
+        code = read(optimizer.param_groups[key[0]][key[1]])
+        value, base = self.changed.get(optimizer, {}).get(key, (code, code))
+        return code * (value / base) if key[1] == "lr" and code != base else value
 
-    def change(self, key, text):
+    def change(self, optimizer, key, text, base=None):
         """Change a setting to a number, by a factor such as /3, or back to what the code has."""
-        value, text = self.present(key), str(text)
-        self.changed.pop(key, None)
+        value, text = self.present(optimizer, key) if base is None else base, str(text)
+        changed = self.changed.setdefault(optimizer, {})
+        changed.pop(key, None)
         if text == "back":
             return
         if text[0] in "*/":
             value = value * (float(text[1:]) if text[0] == "*" else 1 / float(text[1:]))
         else:
             value = read(text.split(",")) if "," in text else float(text)
-        self.changed[key] = value, self.present(key)
+        changed[key] = value, self.present(optimizer, key) if base is None else base
+
+
+def keys(optimizer, settings, at):
+    """Yield the settings to change of an optimizer: the number of a group, and the name."""
+    for name in settings:
+        for number, group in enumerate(optimizer.param_groups):
+            if at in (None, number) and name in group:
+                yield number, name
+
+
+def read_base(optimizer, key):
+    """Return what a change at the start replaces: a scheduler's full rate, if there is one."""
+    group, names = optimizer.param_groups[key[0]], ("max_lr", "initial_lr")
+    found = [group[name] for name in names if key[1] == "lr" and group.get(name)]
+    return read([*found, group[key[1]]][0])
 
 
 def read(value):

@@ -5,28 +5,43 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
+from ....part_api import PlanError, find_run
 from ....part_api import events as ev
-from ....part_api import find_run
 from ..orders import Action, Setting
+from ..settings import SETTINGS
 from . import repeated_changes
 
 
 def export_changes(name: str) -> str:
     """Return code that makes the changes of a run again, after the same steps; "" without any.
 
-    Of a run that was restarted, the changes of its last attempt. Raises `PlanError` if there is no
-    such run.
+    A comment names the changes of knobs, which a script does not have. Raises `PlanError` if there
+    is no such run, and for changes in a run that was restarted: its last attempt may have begun at
+    a checkpoint, where its steps count from 0.
     """
     run = find_run(name)
     state = run.state
-    made = [each for each in state.steered if each.status == "applied" and each.step is not None]
-    turned = [s for s in made if s.action == "turn" and s.attempt == state.attempt]
-    lines = [
-        f"    ({s.calls}, {dict(s.settings)!r}, {_optimizer(s)!r}, {s.group!r})," for s in turned
-    ]
-    finished = [s.step for s in made if s.action == "finish"]
-    end = f"# The training was finished at step {finished[0]:,}.\n" if finished else ""
-    return end + write_code(lines, f"run {run.folder.name}")
+    applied = [each for each in state.steered if each.status == "applied" and each.step is not None]
+    turned = [s for s in applied if s.action == "turn"]
+    if state.attempt > 1 and any(s.calls for s in turned):
+        raise PlanError(
+            f"the changes of run {run.folder.name} cannot be repeated, because it was restarted: "
+            "the steps of its last attempt may not count from the start of the training"
+        )
+    lines, comments = [], []
+    for made in [s for s in turned if s.attempt == state.attempt]:
+        settings = {name: made.settings[name] for name in made.settings if name in SETTINGS}
+        if settings:
+            lines.append(f"    ({made.calls}, {settings!r}, {_optimizer(made)!r}, {made.group!r}),")
+        for name in [name for name in made.settings if name not in SETTINGS]:
+            shown = " ".join(name.split())  # a line break would begin code
+            change = f"{shown} {made.settings[name]} after step {made.step:,}"
+            comments.append(f"# {change}  # left out: a script has no knobs")
+    finished = [s.step for s in applied if s.action == "finish"]
+    if finished:
+        comments.append(f"# The training was finished at step {finished[0]:,}.")
+    code = write_code(lines, f"run {run.folder.name}")
+    return "\n".join([*comments, *filter(None, [code])])
 
 
 def export_settings(settings: Mapping[str, Setting]) -> str:
