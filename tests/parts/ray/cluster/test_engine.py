@@ -115,6 +115,58 @@ def test_the_notebook_looks_at_a_model_that_trains_on_two_nodes(notebook: Notebo
     assert notebook.value("[*(run.folder / 'peeks').iterdir()]") == []
 
 
+UNEVEN = """
+import random, time
+from pathlib import Path
+from nbtrain.parts.steering.orders import Action
+from nbtrain.parts.steering.requests import write
+from nbtrain.tracking.run_folder import RunFolder
+
+def train():
+    torch.distributed.init_process_group("gloo")
+    draw = random.Random(nbtrain.rank())
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    rates = []
+    while not nbtrain.should_stop():
+        weight.grad = torch.ones_like(weight)
+        torch.distributed.all_reduce(weight.grad, op=torch.distributed.ReduceOp.MAX)
+        before = weight.item()
+        optimizer.step()
+        rates.append(round(before - weight.item(), 6))
+        time.sleep(draw.random() * 0.03)
+    return rates
+
+run = nbtrain.launch(train, engine="ray", nodes=2, num_processes=4, background=True, view="none")
+draw = random.Random(0)
+for number in range(60):
+    settings = {"lr": float(number + 2)}
+    write(RunFolder(run.folder), Action("turn", settings=settings), "by the test")
+    time.sleep(draw.choice([0.0, 0.05, 0.3]))
+while sum(s.status != "pending" for s in run.state.steered) < 60:
+    time.sleep(0.1)
+"""
+
+EXPECTED = """
+expected = [1.0] * len(run.value)
+for asked in run.state.steered:
+    if asked.action == "turn" and asked.step is not None:
+        new = float(asked.label.removeprefix("lr "))
+        expected[asked.step :] = [new] * (len(expected) - asked.step)
+"""
+
+
+@pytest.mark.part("steering")
+def test_many_requests_on_two_nodes_are_each_carried_out_at_one_step(notebook: Notebook) -> None:
+    out = notebook.run(UNEVEN, timeout=170)
+    assert not out.ename, out.traceback
+    ask(notebook, "run.finish(); run.wait()")
+    assert notebook.value("run.state.status") == "succeeded"
+    notebook.run(EXPECTED)
+    assert notebook.value("[rates == expected for rates in run.results]") == [True] * 4
+    assert notebook.value("sum(s.status == 'applied' for s in run.state.steered)") > 30
+
+
 @pytest.mark.part("steering")
 def test_a_run_on_two_nodes_starts_from_the_checkpoint_of_another(notebook: Notebook) -> None:
     notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
