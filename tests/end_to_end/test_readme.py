@@ -108,6 +108,7 @@ def test_the_options_page_lists_every_option_with_its_choices() -> None:
         assert choice in page, choice
 
 
+@pytest.mark.part("export", "live")
 def test_the_options_are_keywords_of_launch_as_the_page_says() -> None:
     page, keywords = reference("magics"), inspect.signature(nbtrain.launch).parameters.keys()
     options = {option.argument for option in cell_options().values()}

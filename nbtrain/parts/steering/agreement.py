@@ -33,6 +33,8 @@ class Agreement:
     status: Status = "open"
     late: frozenset[int] = frozenset()
     """The missing ranks, if the request was called off; empty if all ranks had ended."""
+    factor: float = 1.0
+    """How much longer ranks wait than on one host."""
     _held_s: float = 0.0
     """How long ranks have waited in all."""
     _waiting_since: float | None = None
@@ -41,6 +43,11 @@ class Agreement:
     """Whether a rank waited after its first step."""
     _round_ends: float | None = None
     _rounds: int = 0
+
+    @property
+    def timeout_s(self) -> float:
+        """For how long the request may hold ranks up, in all."""
+        return self.factor * limits.AGREEMENT_TIMEOUT_S
 
     def update(
         self, steps: Mapping[int, int], started: Collection[int], ended: Collection[int], now: float
@@ -70,13 +77,13 @@ class Agreement:
         all_started = missing <= {*started, *steps}
         may_compile = self._is_first_step and not all_started
         extra_s = limits.FIRST_STEP_TIMEOUT_S if may_compile else 0.0
-        if self._held_s >= limits.AGREEMENT_TIMEOUT_S + extra_s:
+        if self._held_s >= self.timeout_s + extra_s:
             return self._call_off(missing)
         if not all_started:
             return False
         if self._round_ends is None:
-            factor = 5 * 2 ** (self._rounds - 1) if self._rounds else 1
-            self._round_ends = now + factor * limits.FIRST_ROUND_S
+            times = 5 * 2 ** (self._rounds - 1) if self._rounds else 1
+            self._round_ends = now + times * self.factor * limits.FIRST_ROUND_S
         if now < self._round_ends:
             return False
         self._rounds += 1  # twice as far each time: until it is beyond a collective

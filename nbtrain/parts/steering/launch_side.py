@@ -35,7 +35,7 @@ from ...tracking.overview.run_progress import estimate_run
 from ...ui.displays.widget_controls import PanelButton, RunButton
 from . import requests
 from .agreement import Agreement
-from .limits import AGREEMENT_TIMEOUT_S, ANSWER_TIMEOUT_S, FIRST_STEP_TIMEOUT_S, WAIT_POLL_S
+from .limits import ANSWER_TIMEOUT_S, CLUSTER_FACTOR, FIRST_STEP_TIMEOUT_S, WAIT_POLL_S
 from .orders import STILL_TRAINS, Action, Asked, Decided, Orders, Setting
 from .panel import SettingsPanel, settings_of
 
@@ -90,7 +90,8 @@ class SteeringLaunch(LaunchSide):
         if "steering" in read_disabled():
             return None
         try:
-            return Steering(job.folder, plan.turn)
+            factor = CLUSTER_FACTOR if engine.on_cluster else 1.0
+            return Steering(job.folder, plan.turn, factor)
         except OSError as error:  # a full disk: the run is not steered
             LOGGER.info("the run cannot be steered: %s", error)
             return None
@@ -145,7 +146,14 @@ RequestStatus = Literal["pending", "applied", "called off"]
 class Steering(Companion):
     """Carries out the requests to one run, one after the other. Raises `OSError` on a full disk."""
 
-    def __init__(self, folder: RunFolder, at_start: Mapping[str, Setting] | None = None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        at_start: Mapping[str, Setting] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        self._factor = factor
+        """As in `Agreement`."""
         self._at_start = at_start or {}
         """What ranks turn by themselves at their first step."""
         self._folder = folder
@@ -222,7 +230,8 @@ class Steering(Companion):
             self._call_off(pending, "the run ends")
             return 0.0
         if pending.agreement is None:
-            pending.agreement = Agreement(frozenset(rank.rank for rank in running))
+            members = frozenset(rank.rank for rank in running)
+            pending.agreement = Agreement(members, factor=self._factor)
             self._write_orders(pending, pending.agreement)
             return WAIT_POLL_S
         agreement, seen = pending.agreement, _boundaries(state, pending.number)
@@ -369,6 +378,6 @@ def _describe_call_off(agreement: Agreement) -> str:
     if not agreement.late:
         return "all ranks have ended"
     return (
-        f"{format_ranks(sorted(agreement.late))} made no step for {AGREEMENT_TIMEOUT_S:g} s, while "
+        f"{format_ranks(sorted(agreement.late))} made no step for {agreement.timeout_s:g} s, while "
         "others waited. Ask again when all ranks train"
     )

@@ -4,6 +4,10 @@ AGREEMENT_TIMEOUT_S = 2.0
 """How long a request may hold ranks up, in all. A rank that evaluates or saves alone makes no step
 for longer."""
 
+CLUSTER_FACTOR = 5.0
+"""These times are so much longer on a cluster, where orders and reports go from host to host: with
+two nodes of Ray on one busy host of 2 cores, requests were called off after 2 s."""
+
 FIRST_STEP_TIMEOUT_S = 30.0
 """The same if the first that waits has made its first step: others may still compile theirs. A
 click on Look waits as long, at most, because the kernel handles no other click until then. After

@@ -170,3 +170,13 @@ def test_a_request_to_ranks_that_have_ended_is_called_off() -> None:
     agreement = Agreement(frozenset({0, 1}))
     assert agreement.update({}, [0, 1], [0, 1], 0.1)
     assert (agreement.status, agreement.late) == ("called off", frozenset())
+
+
+def test_on_a_cluster_ranks_wait_longer() -> None:
+    agreement = Agreement(frozenset({0, 1}), factor=5.0)
+    now = 0.0
+    while agreement.status == "open":
+        agreement.update({0: max(agreement.target, 3)}, started={0, 1}, ended=(), now=now)
+        now += 0.01
+    assert agreement.late == {1}
+    assert 9.9 < now < 10.2
