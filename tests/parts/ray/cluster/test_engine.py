@@ -74,20 +74,6 @@ def train(model):
 """
 
 
-@pytest.mark.part("steering")
-def test_a_training_on_two_nodes_finishes_at_one_step(notebook: Notebook) -> None:
-    notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
-    out = notebook.run(f"%%distributed -e ray --nodes 2 -n 4 --background\n{LOOP}", timeout=120)
-    assert not out.ename, out.traceback
-    asked = notebook.run("run = nbtrain.last_run(); run.finish(); run.wait()", timeout=60)
-    assert not asked.ename, asked.traceback
-    steps, *others = notebook.value("run.results")
-    assert others == [steps] * 3
-    assert steps < 4000
-    assert notebook.value("run.state.message").startswith(f"finished early at step {steps}")
-    assert notebook.value("bool((model.weight != before).any())")
-
-
 def ask(notebook: Notebook, code: str) -> Outputs:
     """Make a request, and again if it was called off: on a busy host, a rank may be too late."""
     for _ in range(10):
@@ -96,6 +82,19 @@ def ask(notebook: Notebook, code: str) -> Outputs:
             break
     assert not out.ename, out.traceback
     return out
+
+
+@pytest.mark.part("steering")
+def test_a_training_on_two_nodes_finishes_at_one_step(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 1); before = model.weight.detach().clone()")
+    out = notebook.run(f"%%distributed -e ray --nodes 2 -n 4 --background\n{LOOP}", timeout=120)
+    assert not out.ename, out.traceback
+    ask(notebook, "run = nbtrain.last_run(); run.finish(); run.wait()")
+    steps, *others = notebook.value("run.results")
+    assert others == [steps] * 3
+    assert steps < 4000
+    assert notebook.value("run.state.message").startswith(f"finished early at step {steps}")
+    assert notebook.value("bool((model.weight != before).any())")
 
 
 @pytest.mark.part("steering")
