@@ -82,15 +82,22 @@ def prepare(model):
     return [Outer(inner), torch.optim.SGD(model[2].parameters(), lr=0.01)], []
 {TRAIN}"""
 
+# Without `super().step()`: torch counts that as a step of its own if the process has made an SGD.
 FAILING = f"""{IMPORTS}
-class Failing(torch.optim.SGD):
+class Failing(torch.optim.Optimizer):
     count = 0
 
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
     def step(self):
         self.count += 1
         if self.count == 5:
             raise MemoryError
-        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
 
 def prepare(model):
     return [Failing(model.parameters(), lr=0.02)], []

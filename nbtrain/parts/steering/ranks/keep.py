@@ -366,8 +366,7 @@ class _Lightning(Observer):
             with _reporting(folder):
                 try:
                     trainer.save_checkpoint(folder / kept.LIGHTNING)
-                except Exception:
-                    # The others wait there.
+                except Exception:  # of any kind: the other ranks wait in this barrier
                     trainer.strategy.barrier("Trainer.save_checkpoint")
                     raise
                 checkpoints.mark_done(folder)
