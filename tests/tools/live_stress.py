@@ -113,9 +113,13 @@ def troubles(notebook: Notebook, kind: Kind, press: float) -> list[str]:
 
 
 def memory(notebook: Notebook) -> int:
-    """Return the bytes that only the kernel has, garbage and free pages given back."""
+    """Return the bytes of the kernel that no file holds, garbage and free pages given back.
+
+    Pages that it shares with its ranks count as well: what only the kernel has grows whenever a
+    rank writes to a page that both had since the fork.
+    """
     notebook.run("import ctypes, gc; gc.collect(); ctypes.CDLL(None).malloc_trim(0)")
-    return int(notebook.process.memory_full_info().uss)
+    return sum(m.anonymous for m in notebook.process.memory_maps(grouped=True))
 
 
 def main() -> int:
