@@ -413,14 +413,15 @@ class Run:
         with ``while`` or ``next``, continue, which the board shows.
 
         It also finishes a run of another kernel. It returns once the ranks have agreed on the step,
-        or 3 s later: before the first step and in an evaluation, they agree at their next step.
+        or 3 s later: before the first step and in an evaluation, they agree at their next step. If
+        a rank makes no step for 2 s while others wait for it, all continue, and nbtrain tries it
+        again 2 s later.
 
         Args:
             after: "step" or "epoch": the present one is completed.
 
         Raises:
-            NbtrainError: the run has ended, is finishing already, or cannot be steered; or a rank
-                made no step for 2 s while others waited for it.
+            NbtrainError: the run has ended, is finishing already, or cannot be steered.
             PlanError: `after` is neither, or steering is switched off on this host.
         """
         part.load_provided("steering", "finish", "run.finish()")(self, after)
@@ -449,8 +450,9 @@ class Run:
                 None.
 
         Raises:
-            NbtrainError: as `finish`; or a setting is not there, or cannot have the value. Nothing
-                is changed.
+            NbtrainError: the run has ended or cannot be steered; or a rank made no step for 2 s
+                while others waited for it; or a setting is not there, or cannot have the value.
+                Nothing is changed.
             PlanError: a value is no finite number, or out of bounds.
         """
         turn = part.load_provided("steering", "turn", "run.turn()")
@@ -474,7 +476,7 @@ class Run:
             name: as in `load`.
 
         Raises:
-            NbtrainError: as `finish`; or the run has no such weights, or they do not fit. Nothing
+            NbtrainError: as `turn`; or the run has no such weights, or they do not fit. Nothing
                 is changed.
             PlanError: `model` is an optimizer or a scheduler, or steering is switched off on this
                 host.
@@ -502,7 +504,7 @@ class Run:
             name: what charts and tables call it.
 
         Raises:
-            NbtrainError: as `finish`; or nothing can be saved, or not all nodes of the run see its
+            NbtrainError: as `turn`; or nothing can be saved, or not all nodes of the run see its
                 folder.
             PlanError: steering is switched off on this host, or the name is no short text.
         """

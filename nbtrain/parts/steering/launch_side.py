@@ -134,9 +134,14 @@ class _Pending:
     """A request that is under way."""
 
     number: int
+    """Of the request, in its events."""
     request: requests.Request
+    asked: int
+    """The number under which the ranks get it, new for each try."""
     agreement: Agreement | None = None
     """Missing before the ranks have the request."""
+    begins_s: float = 0.0
+    """No try before this time, by the monotonic clock."""
 
 
 RequestStatus = Literal["pending", "applied", "called off"]
@@ -180,14 +185,18 @@ class Steering(Companion):
             self._note_start(state)
         if self._unwritten is not None:
             self._write(self._unwritten)
-        return self._bring_on(self._waiting[0], state) if self._waiting else math.inf
+        now = time.monotonic()
+        due = next((each for each in self._waiting if each.begins_s <= now), None)
+        if due is not None:
+            return self._bring_on(due, state)
+        return min((each.begins_s - now for each in self._waiting), default=math.inf)
 
     def _note_start(self, state: RunState) -> None:
         """Add an event about the settings of the launch, once in an attempt."""
         if self._at_start and not self._is_noted:
             self._is_noted = True
             action = Action("turn", settings=self._at_start)
-            first = _Pending(0, requests.Request("", "by the launch", action))
+            first = _Pending(0, requests.Request("", "by the launch", action), 0)
             before = max(rank.steps_before for rank in state.ranks)
             self._add_event(first, "applied", "from the first step on", before)
 
@@ -201,7 +210,7 @@ class Steering(Companion):
     def _accept(self, request: requests.Request) -> None:
         """Add a request to the queue. A second request to finish is called off."""
         self._number += 1
-        pending = _Pending(self._number, request)
+        pending = _Pending(self._number, request, self._number)
         others = [self._finished, *(each.request for each in self._waiting)]
         if request.action.name == "finish" and any(
             other is not None and other.action.name == "finish" for other in others
@@ -234,7 +243,7 @@ class Steering(Companion):
             pending.agreement = Agreement(members, factor=self._factor)
             self._write_orders(pending, pending.agreement)
             return WAIT_POLL_S
-        agreement, seen = pending.agreement, _boundaries(state, pending.number)
+        agreement, seen = pending.agreement, _boundaries(state, pending.asked)
         steps = {rank: each.calls for rank, each in seen.items()}
         started = [rank.rank for rank in state.ranks if _has_stepped(rank)]
         ended = [r.rank for r in state.ranks if r.is_over or r.status == "failing"]
@@ -243,6 +252,8 @@ class Steering(Companion):
                 self._write_orders(pending, agreement)
             elif agreement.status == "agreed":
                 self._conclude(pending, [seen[rank] for rank in agreement.members], state)
+            elif pending.request.action.name == "finish" and agreement.late:
+                self._postpone(pending, agreement)
             else:
                 self._call_off(pending, _describe_call_off(agreement))
         # Ranks wait until a poll sees that they do: be quick at first, as their steps may be.
@@ -257,7 +268,7 @@ class Steering(Companion):
             self._call_off(pending, refusals[0])
             return
         self._note_start(state)  # this comes later
-        request, number = pending.request, pending.number
+        request, number = pending.request, pending.asked
         if request.action.name == "peek" and not (self._folder.peeks / request.token).exists():
             self._call_off(pending, "nobody waits for it any more")
             return
@@ -290,8 +301,20 @@ class Steering(Companion):
         if request.action.name == "finish":
             self._finished, self._event = request, event
 
+    def _postpone(self, pending: _Pending, agreement: Agreement) -> None:
+        """Let the ranks train for as long as they waited, and then try the request again.
+
+        A user who finishes a training means its end, and may not be there for a second click.
+        """
+        self._decide(pending, Decided(pending.asked, pending.request.action))
+        self._number += 1
+        pending.asked, pending.agreement = self._number, None
+        pending.begins_s = time.monotonic() + agreement.timeout_s
+        self._waiting.append(pending)
+        self._add_event(pending, "pending", f"{_describe_late(agreement)}. nbtrain tries it again")
+
     def _call_off(self, pending: _Pending, reason: str) -> None:
-        self._decide(pending, Decided(pending.number, pending.request.action))
+        self._decide(pending, Decided(pending.asked, pending.request.action))
         self._add_event(pending, "called off", reason)
 
     def _decide(self, pending: _Pending, decided: Decided) -> None:
@@ -302,7 +325,7 @@ class Steering(Companion):
 
     def _write_orders(self, pending: _Pending, agreement: Agreement) -> None:
         self._orders_time = time.monotonic()
-        asked = Asked(pending.number, agreement.target, pending.request.action)
+        asked = Asked(pending.asked, agreement.target, pending.request.action)
         self._write(Orders(asked, self._decided))
 
     def _add_event(
@@ -377,7 +400,9 @@ def _describe_call_off(agreement: Agreement) -> str:
     """Return why a request was called off, for people."""
     if not agreement.late:
         return "all ranks have ended"
-    return (
-        f"{format_ranks(sorted(agreement.late))} made no step for {agreement.timeout_s:g} s, while "
-        "others waited. Ask again when all ranks train"
-    )
+    return f"{_describe_late(agreement)}. Ask again when all ranks train"
+
+
+def _describe_late(agreement: Agreement) -> str:
+    late = format_ranks(sorted(agreement.late))
+    return f"{late} made no step for {agreement.timeout_s:g} s, while others waited"
