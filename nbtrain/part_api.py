@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NAMES`
     from .engines.base import SIGNALS, Action, Engine, Exit, Ranks
     from .engines.fork import ForkEngine
+    from .engines.limits import UNKILLABLE_AFTER_S
     from .engines.process import kernel_detach
     from .engines.process.forking import fork_process, ready_to_fork
     from .engines.process.interpreter import interpreter_command
@@ -35,7 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .lifecycle.catalog import find_run
     from .lifecycle.launch_sides import CellPlace, Companion, LaunchSide
     from .lifecycle.launcher import run_plan
-    from .lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S, UNKILLABLE_AFTER_S
+    from .lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S
     from .lifecycle.run import Run, last_run, set_last_run, wait_for_state
     from .part import PASS, Command, Device, Part, Typed, load, load_provided
     from .planning import task_values
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
 _NAMES = {
     "engines.base": "SIGNALS Action Engine Exit Ranks",
     "engines.fork": "ForkEngine",
+    "engines.limits": "UNKILLABLE_AFTER_S",
     "engines.process": "kernel_detach",
     "engines.process.forking": "fork_process ready_to_fork",
     "engines.process.interpreter": "interpreter_command",
@@ -96,7 +98,7 @@ _NAMES = {
     "lifecycle.catalog": "find_run",
     "lifecycle.launch_sides": "CellPlace Companion LaunchSide",
     "lifecycle.launcher": "run_plan",
-    "lifecycle.limits": "FAILURE_REPORT_TIMEOUT_S START_TIMEOUT_S UNKILLABLE_AFTER_S",
+    "lifecycle.limits": "FAILURE_REPORT_TIMEOUT_S START_TIMEOUT_S",
     "lifecycle.run": "Run last_run set_last_run wait_for_state",
     "part": "Command Device PASS Part Typed load load_provided",
     "planning": "task_values",

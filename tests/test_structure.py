@@ -125,6 +125,7 @@ def test_the_house_is_small_enough_to_be_known() -> None:
 TESTED_TOGETHER = {
     "commands/cell_watch": "system/test_cuda_initialisers.py",  # cell by cell, in real kernels
     "engines/limits": "engines/test_spawn.py",
+    "engines/remote/*": "parts/ray/test_driver.py",
     "engines/[bfir]*": "engines/test_contract.py",  # one suite for every engine
     "engines/spawn_main": "engines/test_spawn.py",
     "engines/process/*": "end_to_end/test_kernel_health.py",  # what they leave in a kernel

@@ -32,9 +32,6 @@ FAILURE_REPORT_TIMEOUT_S = 2.0
 """A rank that is failing has this time to report why; so have the others if all failures so far are
 echoes (a rank that lost its peers)."""
 
-UNKILLABLE_AFTER_S = 15.0
-"""A rank that outlives SIGKILL for so long is given up: a driver or a file system blocks it."""
-
 # What is kept.
 
 PRUNE_EVERY_TASKS = 8

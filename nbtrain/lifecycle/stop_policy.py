@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from ..engines.base import SIGNALS, Action
+from ..engines.limits import UNKILLABLE_AFTER_S
 from ..findings import Finding
 from ..tracking.events import JOINING
 from ..tracking.limits import UNRESPONSIVE_AFTER_S
@@ -156,7 +157,7 @@ class StopController:
 
     def is_unkillable(self, now: float) -> bool:
         """Whether ranks have outlived SIGKILL for long, blocked by a driver or a file system."""
-        is_late = self.cause is not None and now - self._stop_began > limits.UNKILLABLE_AFTER_S
+        is_late = self.cause is not None and now - self._stop_began > UNKILLABLE_AFTER_S
         return is_late and not self._ranks_stay
 
     def is_unresponsive(self, now: float) -> bool:

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 from kernel import HERE, notebook
 from table import Row, Target
 
-from nbtrain.parts.ray.driver import Driver, Member
-from nbtrain.parts.ray.node_ranks import NodeOrder, NodeRanks, RankExit, node_events
-from nbtrain.parts.ray.reservation import Node
+from nbtrain.engines.remote.driver import Driver, Member
+from nbtrain.engines.remote.node_ranks import NodeOrder, NodeRanks, RankExit, node_events
+from nbtrain.engines.remote.nodes import Link, Node
+from nbtrain.parts.ray.driver import RayDriver
 from nbtrain.planning.world import Placement
 from nbtrain.transport.file_sync import FileCopies
 
@@ -78,8 +78,9 @@ def watch(rounds: int) -> dict[str, list[float]]:
     """Watch a run on such a cluster; return figures of each round. Called in a kernel."""
     launch: Any = importlib.import_module("nbtrain.lifecycle.launcher")
     from nbtrain.engines.process import interpreter
+    from nbtrain.engines.remote.client import DriverClient
     from nbtrain.lifecycle.supervisor import Interrupts, Supervisor
-    from nbtrain.parts.ray.engine import DriverClient, RayEngine
+    from nbtrain.parts.ray.engine import RayEngine
     from nbtrain.planning.plan import Call, Plan
     from nbtrain.ui.displays import select
 
@@ -88,7 +89,7 @@ def watch(rounds: int) -> dict[str, list[float]]:
         f"sys.path.append({str(HERE)!r}); import scale_cluster; scale_cluster.serve(order)"
     )
     engine = RayEngine()
-    engine._client = DriverClient()
+    engine._client = DriverClient(RayDriver)
     plan = Plan(Call(len), "scale", NODES * RANKS, engine="ray", spread=(NODES, NODES))
     watched = _Watched(rounds)
     with watched.looking(), Interrupts() as interrupts:
@@ -188,24 +189,19 @@ def serve(order: Mapping[str, Any]) -> None:
     """Serve the launcher as a driver does, with nodes that are made up."""
     launcher: Connection[Any, Any] = Connection(order["socket"])
     Driver.start = _start  # type: ignore[method-assign]  # requests name the method
-    asyncio.run(Driver(launcher).serve())
-
-
-class _Never(Exception):
-    pass
+    asyncio.run(RayDriver(launcher).serve())
 
 
 async def _start(driver: Driver, order: NodeOrder) -> tuple[dict[int, int], dict[int, str]]:
     """Start nodes that are made up: `Driver.start` without Ray."""
-    errors = SimpleNamespace(RayError=_Never, RayTaskError=_Never, ActorUnavailableError=_Never)
-    driver._ray, folder = SimpleNamespace(exceptions=errors), order.job.folder
+    folder = order.job.folder
     for index in range(NODES):
         first, size = index * RANKS, NODES * RANKS
         world = Placement(index, NODES, first, size, "", 0, begin=first, ranks=RANKS)
         own = replace(order, job=replace(order.job, world=world), name=f"node-{index}")
         copies = FileCopies(folder.path, own.growing())
         node = Node(str(index), own.name, "")
-        driver._members.append(Member(node, _Actor(own), own, copies, set(own.ranks)))
+        driver._members.append(Member(node, _Link(own), own, copies, set(own.ranks)))
         driver._follow(driver._watch(driver._members[-1]))
         driver._follow(driver._copy(driver._members[-1]))
     driver._follow(driver._answer_questions(folder))
@@ -217,12 +213,12 @@ async def _start(driver: Driver, order: NodeOrder) -> tuple[dict[int, int], dict
 async def _note_cpu_time(path: Path) -> None:
     noted: list[tuple[float, float]] = []
     while True:
-        noted.append((time.monotonic(), time.process_time() - _Actor.spent))
+        noted.append((time.monotonic(), time.process_time() - _Link.spent))
         path.write_text(json.dumps(noted))
         await asyncio.sleep(0.5)
 
 
-class _Actor:
+class _Link(Link):
     """Stands for a node: what its ranks would have written since the driver asked last."""
 
     spent = 0.0
@@ -233,10 +229,9 @@ class _Actor:
         self._said = 0
         self._begun = time.time()
         self._is_over = asyncio.Event()
-        self.call = self
 
-    async def remote(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Answer as the actor of a node does."""
+    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer as the process on a node does."""
         if method == NodeRanks.read:
             while not (lines := self._said_since(args[0])) and not self._is_over.is_set():
                 await asyncio.sleep(0.01)
@@ -249,6 +244,16 @@ class _Actor:
         if method == NodeRanks.signal:
             self._is_over.set()
         return None
+
+    async def begin(self, order: NodeOrder) -> int:
+        """Do nothing: the ranks are made up."""
+        return 0
+
+    async def end(self) -> None:
+        """Do nothing."""
+
+    def kill(self) -> None:
+        """Do nothing."""
 
     def _said_since(self, have: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
         start = time.process_time()
@@ -268,7 +273,7 @@ class _Actor:
                 texts.setdefault(node_events(self._order.world.node), []).extend(lines)
         self._said = max(due, self._said)
         parts = {name: (have[name], "".join(lines).encode()) for name, lines in texts.items()}
-        _Actor.spent += time.process_time() - start
+        _Link.spent += time.process_time() - start
         return parts
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, UNKILLABLE_AFTER_S
+from nbtrain.engines.limits import UNKILLABLE_AFTER_S
+from nbtrain.lifecycle.limits import FAILURE_REPORT_TIMEOUT_S
 from nbtrain.lifecycle.stop_policy import StopController, StopSignal
 from nbtrain.tracking.state import RankState, RunState
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-from ...part_api import Cell, Task, task_values
+from ...planning import task_values
+from ...planning.plan import Cell, Task
 
 
 def find_packages(task: Task) -> list[str]:

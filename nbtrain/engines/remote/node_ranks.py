@@ -20,33 +20,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...engines import rendezvous
-from ...engines.process import fork_server
-from ...engines.process.children import ChildRanks
-from ...engines.process.orphan_reaper import OrphanReaper
-from ...engines.spawn import add_ranks, begin_server
+from ...errors import LaunchError
+from ...findings import Finding
 from ...hangs import collectives, stacks
 from ...hangs import limits as hang_limits
 from ...hangs.exit_causes import Cause, OomKills
-from ...part_api import (
-    POLL_INTERVAL_S,
-    Action,
-    EventWriter,
-    Exit,
-    Finding,
-    Job,
-    LaunchError,
-    OrderWriter,
-    Placement,
-    RunFolder,
-    clock,
-    file_size,
-    host,
-    payload,
-    read_appended,
-)
-from ...part_api import events as ev
+from ...planning.world import Placement
+from ...system import host
+from ...tracking import clock
+from ...tracking import events as ev
+from ...tracking.event_log import EventWriter
+from ...tracking.limits import POLL_INTERVAL_S
 from ...tracking.resource_sampler import Sampler
+from ...tracking.run_folder import RunFolder
+from ...transport import payload
+from ...transport.file_sync import file_size, read_appended
+from ...transport.job import Job
+from ...transport.orders import OrderWriter
+from .. import rendezvous
+from ..base import Action, Exit
+from ..process import fork_server
+from ..process.children import ChildRanks
+from ..process.orphan_reaper import OrphanReaper
+from ..spawn import add_ranks, begin_server
 
 _NOT_SHARED = (
     "nbtrain.checkpoint saves in the run's folder, and not all nodes see it. Set NBTRAIN_HOME to a "

@@ -6,7 +6,3 @@ FREE_CHECK_INTERVAL_S = 1
 NODE_TIMEOUT_S = 20.0
 """For nodes to come back, or others to replace them, before another attempt, for free nodes to be
 reserved, and for nbtrain's process on a node to start. Ray lists a lost node for a while."""
-
-DRIVER_KEPT_S = 300.0
-"""The next run can use the processes of the last for so long. By default, Ray's autoscaler keeps
-an unused node for the same time."""

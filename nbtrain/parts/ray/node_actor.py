@@ -21,40 +21,24 @@ class NodeActor:
 
         What `begin` will need is imported from then on.
         """
-        import contextlib
         import importlib.metadata
         import importlib.util
         import threading
 
         import ray
 
-        versions = {}
-        for package in ("nbtrain", "torch"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a bare checkout
-                versions[package] = importlib.metadata.version(package)
-
-        def lacks(module: str) -> bool:
-            try:
-                return importlib.util.find_spec(module) is None
-            except (ImportError, ValueError):
-                return True
-
         address = ray.util.get_node_ip_address()
         try:
-            from nbtrain.system.network import interface_of
+            from nbtrain.engines.remote.nodes import describe_host
 
-            interface = interface_of(address)
-        except ImportError:  # no nbtrain, which `versions` reports, or another release of it
-            interface = ""
-        facts = {
-            "node": ray.get_runtime_context().get_node_id(),
-            "address": address,
-            "interface": interface,
-            "versions": versions,
-            "missing": [name for name in modules if lacks(name)],
-        }
+            facts = describe_host(address, modules)
+        except ImportError:  # no nbtrain, or another release of it
+            is_missing = importlib.util.find_spec("nbtrain") is None
+            versions = {} if is_missing else {"nbtrain": importlib.metadata.version("nbtrain")}
+            missing = [m for m in modules if m == "nbtrain" and is_missing]
+            facts = {"address": address, "interface": "-", "versions": versions, "missing": missing}
         threading.Thread(target=self._import, daemon=True).start()
-        return facts
+        return {**facts, "node": ray.get_runtime_context().get_node_id()}
 
     def _import(self) -> None:
         """Import what the ranks' start needs, ahead of time."""
@@ -63,14 +47,14 @@ class NodeActor:
 
         with contextlib.suppress(Exception):  # code that needs it will raise
             importlib.import_module("numpy")  # the payload comes as one of its arrays
-            importlib.import_module("nbtrain.parts.ray.node_ranks")
+            importlib.import_module("nbtrain.engines.remote.node_ranks")
 
     def begin(self, order: Any, payload: Any) -> Any:
         """Get ready to start ranks; return the port of the store, 0 on nodes that do not keep it.
 
         What is left of an earlier order is ended first.
         """
-        from nbtrain.parts.ray.node_ranks import NodeRanks
+        from nbtrain.engines.remote.node_ranks import NodeRanks
 
         if self._ranks is not None:
             self.end()

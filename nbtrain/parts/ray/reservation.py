@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...engines.remote import dependencies
+from ...engines.remote.nodes import NodeLost, NodeRequest, PlacedNode, check_nodes
 from ...part_api import (
     CONNECT_TIMEOUT_S,
     POLL_INTERVAL_S,
@@ -25,8 +27,10 @@ from ...part_api import (
     plural,
 )
 from ...tracking.limits import RELEASE_TIMEOUT_S
-from . import dependencies, node_actor
+from . import node_actor
+from .actor_link import ActorLink
 from .limits import FREE_CHECK_INTERVAL_S, NODE_TIMEOUT_S
+from .ray_nodes import RayNode, has_ended, nodes
 
 _GET_ONE = (
     "Start one on this host: `ray start --head` (and `ray start --address=HOST:6379` on the "
@@ -42,45 +46,6 @@ _TOKEN = (
 
 class _AddressRefused(ConnectionError):
     """The address of a cluster refuses connections."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node of a Ray cluster."""
-
-    id: str
-    name: str
-    address: str
-    total: Mapping[str, float] = field(default_factory=dict)
-    """All that it has, by Ray's names (CPU, GPU, …)."""
-    free: Mapping[str, float] = field(default_factory=dict)
-    port: int = 0
-    """The port of Ray's own process there; 0 if unknown."""
-
-
-@dataclass(frozen=True)
-class NodeRequest:
-    """What a run needs of a cluster."""
-
-    nodes: tuple[int, int]
-    """The least and the largest number of nodes."""
-    per_node: int
-    """Ranks per node."""
-    bundle: Mapping[str, float]
-    """What each node must hold for them, by Ray's names."""
-    patience: float = 0.0
-    """Seconds that the cluster has to make room."""
-    modules: Mapping[str, bool] = field(default_factory=dict)
-    """Modules that nodes must have, or that they should have: the function may import them."""
-
-
-@dataclass(frozen=True)
-class PlacedNode:
-    """A reserved node, the `NodeActor` that runs on it, and what that reported of it."""
-
-    node: Node
-    actor: Any
-    facts: Mapping[str, Any]
 
 
 def join(address: str | None, sources: str | None) -> Any:
@@ -163,28 +128,6 @@ def _check_listens(address: str) -> None:
             raise _AddressRefused(str(error)) from error
 
 
-def nodes(ray: Any) -> list[Node]:
-    """Return the nodes that are alive, with what is free on them."""
-    from ray._private.state import available_resources_per_node
-
-    every = ray.nodes()
-    # Dead nodes are named, too, so that a name never changes its node.
-    names = unique_names([(n["NodeID"], n["NodeManagerHostname"]) for n in every])
-    free = available_resources_per_node()
-    return [
-        Node(
-            id=id,
-            name=names[id],
-            address=n["NodeManagerAddress"],
-            total=n["Resources"],
-            free=free.get(id, {}),
-            port=n["NodeManagerPort"],
-        )
-        for n in every
-        if n["Alive"] and (id := n["NodeID"])
-    ]
-
-
 class Reservation:
     """What is reserved for a run, until `release`."""
 
@@ -197,18 +140,20 @@ class Reservation:
         self._free: dict[str, Mapping[str, float]] = {}
         """What was free before the run, by the id of the node."""
         self._released = 0.0
+        self.payload: Any = None
+        """Ray's reference to the payload of the ranks."""
         self.placed: list[PlacedNode] = []
 
     async def reserve(self, request: NodeRequest, *, again: bool = False) -> int:
         """Reserve the largest number of nodes that the cluster has room for; return it.
 
-        The cluster has `request.patience` seconds to free resources. If a run begins `again`, it
+        The cluster has `request.patience_s` seconds to free resources. If a run begins `again`, it
         has `NODE_TIMEOUT_S` for all nodes, and its whole patience for the least number of
         them. Raises `LaunchError` without room for the least number.
         """
         self._reported = ""
         (least, most), begun = request.nodes, time.monotonic()
-        patience = max(request.patience, NODE_TIMEOUT_S if again else 0.0)
+        patience = max(request.patience_s, NODE_TIMEOUT_S if again else 0.0)
         for count, seconds in (
             (most, NODE_TIMEOUT_S if again else patience),
             (least, patience),
@@ -291,17 +236,22 @@ class Reservation:
             ) from None
         return check_nodes(self.placed, request, here)
 
-    async def _place_node(self, request: NodeRequest, index: int, node: Node) -> PlacedNode:
+    async def _place_node(self, request: NodeRequest, index: int, node: RayNode) -> PlacedNode:
         """Return a node of the group with an actor, a new one unless an earlier one is left.
 
-        Raises Ray's errors.
+        Raises `LinkError`.
         """
         modules, left = list(request.modules), self._lasting.get(node.id)
         if left is not None and not may_have_devices(request.bundle):
-            with contextlib.suppress(self._ray.exceptions.RayActorError):  # it has ended
-                return PlacedNode(node, left, await left.look.remote(modules))
-        actor = self._start_actor(request.bundle, index, node.id)
-        return PlacedNode(node, actor, await actor.look.remote(modules))
+            with contextlib.suppress(NodeLost):
+                link = self._link(node, left)
+                return PlacedNode(node, link, await link.look(modules))
+        link = self._link(node, self._start_actor(request.bundle, index, node.id))
+        return PlacedNode(node, link, await link.look(modules))
+
+    def _link(self, node: RayNode, actor: Any) -> ActorLink:
+        kill = functools.partial(self.end_actor, node.id, actor)
+        return ActorLink(self._ray, node, actor, lambda: self.payload, kill)
 
     def _start_actor(self, needed: Mapping[str, float], index: int, node: str) -> Any:
         """Start an actor on a node of the group; one that can stay reserves nothing itself.
@@ -340,7 +290,7 @@ class Reservation:
             self._group = None
             self._released = time.monotonic()
 
-    async def nodes(self) -> list[Node]:
+    async def nodes(self) -> list[RayNode]:
         """Return the nodes, once Ray reports as free what the last run gave back.
 
         Raises `ConnectionError` if the cluster or this host's part of it has ended.
@@ -358,7 +308,7 @@ class Reservation:
         self._free = {node.id: node.free for node in found}
         return found
 
-    def _lacks(self, node: Node) -> bool:
+    def _lacks(self, node: RayNode) -> bool:
         """Whether a node has less than before the last run, of what that reserved."""
         before = self._free.get(node.id, {})
         return any(node.free.get(name, 0) < before.get(name, 0) for name in self._bundle)
@@ -367,65 +317,6 @@ class Reservation:
 def may_have_devices(needed: Mapping[str, float]) -> bool:
     """Whether Ray may choose devices for a process that reserves this: GPUs, TPUs, …"""
     return not needed.keys() <= {"CPU", "memory"}
-
-
-async def has_ended(node: Node) -> bool:
-    """Whether a host answers, but refuses connections to Ray's process there: that has ended.
-
-    Ray itself reports such an end once five of its health checks failed, 15 s later.
-    """
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(node.address, node.port), 1.0)
-        writer.close()
-    except (OSError, asyncio.TimeoutError) as error:
-        return isinstance(error, ConnectionRefusedError) and node.port > 0
-    return False
-
-
-def check_nodes(
-    placed: Sequence[PlacedNode], request: NodeRequest, here: Mapping[str, Any]
-) -> list[str]:
-    """Return notes about nodes, compared with `here`, this host.
-
-    Raises `LaunchError` for nodes that cannot run the ranks. Pure.
-    """
-    troubles: list[str] = []
-    notes: list[str] = []
-    for name, facts in ((place.node.name, place.facts) for place in placed):
-        for package, version in here["versions"].items():
-            there = facts["versions"].get(package, version)
-            text = f"{name} has {package} {there}; this host has {version}"
-            if _release(there) != _release(version):
-                troubles.append(text)
-            elif there != version:
-                notes.append(f"{text}.")
-        if lacks := [m for m in facts["missing"] if request.modules[m]]:
-            troubles.append(f"{name} lacks {', '.join(lacks)}")
-        if lacks := [m for m in facts["missing"] if not request.modules[m]]:
-            notes.append(f"{name} lacks {', '.join(lacks)}, which the function may import.")
-        if not facts["interface"]:
-            notes.append(
-                f"{name}: none of its network interfaces has the address "
-                f"{facts['address']}, by which Ray knows it. If its ranks cannot "
-                "connect to the others, name the interface: --env GLOO_SOCKET_IFNAME=…"
-            )
-    if troubles:
-        raise LaunchError(
-            "the nodes differ too much from this host:\n  " + "\n  ".join(troubles) + "\nInstall "
-            "the same on all of them; nothing was started."
-        )
-    return notes
-
-
-def _release(version: str) -> tuple[str, ...]:
-    """Return the part of a version that must agree: ``2.13``."""
-    return tuple(version.partition("+")[0].split(".")[:2])
-
-
-def unique_names(nodes: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each node by its id, from ids and host names; no two are the same."""
-    hosts = [host for _, host in nodes]
-    return {id: host if hosts.count(host) == 1 else f"{host}/{id[:6]}" for id, host in nodes}
 
 
 def bundle(ranks: int, each: Mapping[str, float]) -> dict[str, float]:
@@ -437,17 +328,17 @@ def bundle(ranks: int, each: Mapping[str, float]) -> dict[str, float]:
     return {name: round(ranks * amount, 4) for name, amount in wanted.items() if amount}
 
 
-def nodes_with_room(nodes: Sequence[Node], needed: Mapping[str, float]) -> list[Node]:
+def nodes_with_room(nodes: Sequence[RayNode], needed: Mapping[str, float]) -> list[RayNode]:
     """Return the nodes with the `needed` resources free."""
     return [node for node in nodes if _has_room(node, needed)]
 
 
-def _has_room(node: Node, needed: Mapping[str, float]) -> bool:
+def _has_room(node: RayNode, needed: Mapping[str, float]) -> bool:
     return all(node.free.get(name, 0.0) >= amount for name, amount in needed.items())
 
 
 def describe_shortage(
-    nodes: Sequence[Node], needed: Mapping[str, float], wanted: int, ranks: int
+    nodes: Sequence[RayNode], needed: Mapping[str, float], wanted: int, ranks: int
 ) -> str:
     """Return that fewer than `wanted` nodes have room for `ranks` ranks each, and what each has."""
     able = len(nodes_with_room(nodes, needed))
@@ -469,7 +360,7 @@ def describe_wait(able: int, count: int, needed: Mapping[str, float], ranks: int
     return f"waiting for {count} nodes with {describe_amounts(needed)} free ({each}): {able} so far"
 
 
-def _describe_node(node: Node, needed: Mapping[str, float]) -> str:
+def _describe_node(node: RayNode, needed: Mapping[str, float]) -> str:
     """Return how much of each resource a node has free."""
 
     def free(name: str) -> str:

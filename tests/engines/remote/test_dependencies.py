@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from nbtrain.parts.ray.dependencies import (
+from nbtrain.engines.remote.dependencies import (
     beside,
     excludes,
     find_packages,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.parts.ray import node_ranks
-from nbtrain.parts.ray.node_ranks import NodeOrder
+from nbtrain.engines.remote import node_ranks
+from nbtrain.engines.remote.node_ranks import NodeOrder
 from nbtrain.planning.plan import Call, Plan
 from nbtrain.planning.world import Placement
 from nbtrain.system import host

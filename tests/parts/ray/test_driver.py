@@ -1,4 +1,4 @@
-"""The process that speaks with Ray, and the launcher's connection to it; without Ray itself."""
+"""The process that talks to Ray, and the launcher's connection to it; without Ray itself."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from nbtrain.engines import limits
+from nbtrain.engines.remote.client import DriverClient
+from nbtrain.engines.remote.driver import Member
+from nbtrain.engines.remote.engine import RemoteRanks
+from nbtrain.engines.remote.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
+from nbtrain.engines.remote.nodes import Link, Node, NodeRequest
 from nbtrain.errors import LaunchError
-from nbtrain.parts.ray import limits
-from nbtrain.parts.ray.driver import Driver, Member
-from nbtrain.parts.ray.engine import DriverClient, RemoteRanks
-from nbtrain.parts.ray.node_ranks import NodeOrder, NodeRanks, RankExit, growing_files
-from nbtrain.parts.ray.reservation import Node, NodeRequest
+from nbtrain.parts.ray.driver import RayDriver
 from nbtrain.planning.plan import Call, Plan
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.transport.file_sync import FileCopies, read_appended
@@ -28,19 +30,19 @@ from nbtrain.transport.limits import CHUNK_BYTES
 
 @pytest.fixture
 def client() -> Iterator[DriverClient]:
-    client = DriverClient()
+    client = DriverClient(RayDriver)
     yield client
     client.close()
     client.reap()
 
 
 def test_each_answer_is_that_of_its_own_request(client: DriverClient) -> None:
-    client.request(Driver.close)
-    client.send(Driver.signal, frozenset(), "kill")  # nobody waits for its answer
+    client.request(RayDriver.close)
+    client.send(RayDriver.signal, frozenset(), "kill")  # nobody waits for its answer
     with pytest.raises(LaunchError, match="not connected to a cluster"):
-        client.request(Driver.reserve, NodeRequest((1, 1), 1, {}))
-    client.send(Driver.reserve, NodeRequest((1, 1), 1, {}))
-    client.request(Driver.close)
+        client.request(RayDriver.reserve, NodeRequest((1, 1), 1, {}))
+    client.send(RayDriver.reserve, NodeRequest((1, 1), 1, {}))
+    client.request(RayDriver.close)
     assert client.messages(0.0) == []
 
 
@@ -49,7 +51,7 @@ def test_a_driver_that_has_ended_is_reported(client: DriverClient) -> None:
     with pytest.raises(LaunchError, match="has ended"):
         client.messages(30.0)
     with pytest.raises(LaunchError, match="has ended"):
-        client.request(Driver.close)
+        client.request(RayDriver.close)
 
 
 def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +65,7 @@ def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.Mo
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        DriverClient()
+        DriverClient(RayDriver)
     (driver,) = started
     try:
         assert driver.wait(30) == 0
@@ -76,7 +78,7 @@ def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.Mo
 def test_a_driver_ends_if_no_run_follows_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DRIVER_KEPT_S", 0.01)
     launcher, driver_end = Pipe()
-    driver = Driver(driver_end)
+    driver = RayDriver(driver_end)
 
     async def serve() -> None:
         serving = asyncio.ensure_future(driver.serve())
@@ -89,25 +91,26 @@ def test_a_driver_ends_if_no_run_follows_one(monkeypatch: pytest.MonkeyPatch) ->
     assert launcher.recv() == ("answer", None)
 
 
-class FakeActor:
+class FakeLink(Link):
     """A node whose files lie in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.call = folder, self
+        self.folder = folder
 
-    async def remote(self, method: object, *args: Any) -> Any:
+    async def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method is NodeRanks.fetch:
             return (self.folder / args[0]).read_bytes()
         await asyncio.sleep(0)
         return read_appended(self.folder, args[0])
 
+    async def begin(self, order: NodeOrder) -> int:
+        raise NotImplementedError
 
-class Lost(Exception):
-    pass
+    async def end(self) -> None:
+        raise NotImplementedError
 
-
-class Failed(Lost):
-    """What was asked of a node raised there."""
+    def kill(self) -> None:
+        raise NotImplementedError
 
 
 class Cluster:
@@ -118,16 +121,11 @@ class Cluster:
         self.there.mkdir()
         self.here.mkdir()
         self._launcher, driver_end = Pipe()
-        self.driver = Driver(driver_end)
-        self.driver._ray = SimpleNamespace(
-            exceptions=SimpleNamespace(
-                RayError=Lost, RayTaskError=Failed, ActorUnavailableError=Lost, NodeDiedError=Lost
-            )
-        )
+        self.driver = RayDriver(driver_end)
         order: Any = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(self.here)))
         copies = FileCopies(self.here, growing_files(0))
         self.member = Member(
-            Node("1", "n", "127.0.0.1"), FakeActor(self.there), order, copies, {0, 1}, answered=0.0
+            Node("1", "n", "127.0.0.1"), FakeLink(self.there), order, copies, {0, 1}, answered=0.0
         )
 
     @property
@@ -168,7 +166,7 @@ def test_all_that_a_rank_wrote_is_here_when_its_end_is_reported(cluster: Cluster
 
 async def _copy_once_more(cluster: Cluster) -> None:
     copies = cluster.member.copies
-    copies.add(await cluster.member.call(NodeRanks.read, dict(copies.have), 0.0))
+    copies.add(await cluster.member.link.call(NodeRanks.read, dict(copies.have), 0.0))
 
 
 def test_the_files_that_a_rank_left_whole_are_named(tmp_path: Path) -> None:
@@ -190,7 +188,7 @@ def job_of(ranks: int, folder: Path, attempt: int = 1) -> Any:
 
 def test_ranks_that_are_being_started_can_be_ended(client: DriverClient, tmp_path: Path) -> None:
     job = job_of(2, tmp_path)
-    client.send(Driver.connect, "127.0.0.1:1", None)  # seconds, for all that is known
+    client.send(RayDriver.connect, "127.0.0.1:1", None)  # seconds, for all that is known
     ranks = RemoteRanks(job, client, [])
     assert (ranks.pids, ranks.alive) == ({}, {0, 1})
     ranks.signal({0, 1}, "interrupt")
@@ -204,13 +202,13 @@ def test_an_attempt_that_cannot_start_has_failed_and_the_last_one_says_why(
     client: DriverClient, tmp_path: Path
 ) -> None:
     """A second node may be lost while the run begins again without the first."""
-    client.send(Driver.start, order(1))
+    client.send(RayDriver.start, order(1))
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=2), client, [])
     exits = ranks.wait(30.0)
     assert [(e.rank, e.verdict) for e in exits] == [(0, "failed"), (1, "failed")]
     assert "could not be started again: the process that talks to Ray" in exits[0].cause
     ranks.close()
-    client.send(Driver.start, order(1))
+    client.send(RayDriver.start, order(1))
     ranks = RemoteRanks(job_of(2, tmp_path, attempt=3), client, [])
     with pytest.raises(LaunchError, match="not connected to a cluster"):
         ranks.wait(30.0)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from nbtrain.errors import LaunchError, PlanError
-from nbtrain.parts.ray import engine as ray_engine
+from nbtrain.engines.remote import engine as remote_engine
+from nbtrain.errors import PlanError
 from nbtrain.parts.ray.engine import RayEngine
+from nbtrain.parts.ray.ray_nodes import RayNode
 from nbtrain.parts.ray.reservation import (
-    Node,
-    NodeRequest,
-    PlacedNode,
     bundle,
-    check_nodes,
     cluster_address,
     describe_amounts,
     describe_shortage,
@@ -23,9 +18,9 @@ from nbtrain.parts.ray.reservation import (
 from nbtrain.planning.plan import Call, Plan
 
 HAS = {"CPU": 8.0, "GPU": 2.0}
-FREE = Node("aaa", "big", "10.0.0.1", HAS, HAS)
-BUSY = Node("bbb", "busy", "10.0.0.2", HAS, {"CPU": 8.0, "GPU": 0.5})
-PLAIN = Node("ccc", "plain", "10.0.0.3", {"CPU": 4.0}, {"CPU": 4.0})
+FREE = RayNode("aaa", "big", "10.0.0.1", HAS, HAS)
+BUSY = RayNode("bbb", "busy", "10.0.0.2", HAS, {"CPU": 8.0, "GPU": 0.5})
+PLAIN = RayNode("ccc", "plain", "10.0.0.3", {"CPU": 4.0}, {"CPU": 4.0})
 
 
 def test_a_rank_uses_a_cpu_by_default() -> None:
@@ -39,7 +34,7 @@ def test_nodes_fit_by_what_is_free() -> None:
     assert nodes_with_room(every, bundle(2, {"GPU": 1.0})) == [FREE]
     assert nodes_with_room(every, bundle(4, {})) == every
     assert nodes_with_room(every, bundle(1, {"unicorn": 1.0})) == []
-    tenths = Node("ddd", "tenths", "", {}, {"CPU": 0.3})
+    tenths = RayNode("ddd", "tenths", "", {}, {"CPU": 0.3})
     assert nodes_with_room([tenths], bundle(3, {"CPU": 0.1})) == [tenths]
 
 
@@ -54,23 +49,6 @@ def test_a_shortage_names_every_node_and_what_it_has() -> None:
         [], {"CPU": 1.0}, 1, 1
     )
     assert describe_amounts({"memory": 3 * 2.0**30}) == "3.0 GiB memory"
-
-
-VERSIONS = {"nbtrain": "0.1.0", "torch": "2.13.0+cpu"}
-WANTED = NodeRequest(
-    (2, 2), 1, {}, modules={"torch": True, "timm": True, "einops": True, "wandb": False}
-)
-HERE = {"versions": VERSIONS}
-
-
-def placed(node: Node, **facts: Any) -> PlacedNode:
-    reported = {
-        "address": node.address,
-        "interface": "eth0",
-        "versions": VERSIONS,
-        "missing": [],
-    }
-    return PlacedNode(node, None, {**reported, **facts})
 
 
 def test_the_variable_of_ray_counts_where_no_other_cluster_was_asked_for() -> None:
@@ -88,10 +66,13 @@ def test_the_variable_of_ray_counts_where_no_other_cluster_was_asked_for() -> No
 
 def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
-        def request(self, *_call: object) -> list[Node]:
+        def __init__(self, _driver: object) -> None:
+            pass
+
+        def request(self, *_call: object) -> list[RayNode]:
             return [FREE, PLAIN]
 
-    monkeypatch.setattr(ray_engine, "DriverClient", Client)
+    monkeypatch.setattr(remote_engine, "DriverClient", Client)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     plan = Plan(
         Call(print), "t", engine="ray", num_processes=8, spread=(2, 4), resources={"GPU": 0}
@@ -99,37 +80,3 @@ def test_fewer_nodes_than_asked_for_are_worth_a_word(monkeypatch: pytest.MonkeyP
     engine = RayEngine()
     assert engine.resolve(plan)[0].num_processes == 4
     assert [note.text for note in engine.notes] == ["4 of 8 ranks: 2 of 4 nodes have room."]
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        (
-            {"versions": {"nbtrain": "0.1.0", "torch": "2.13.1"}},
-            "torch 2.13.1; this host has 2.13.0",
-        ),
-        ({"missing": ["wandb"]}, "busy lacks wandb, which the function may import"),
-        ({"interface": ""}, "none of its network interfaces has the address 10.0.0.2"),
-    ],
-)
-def test_a_difference_that_may_do_harm_is_noted(facts: dict[str, Any], expected: str) -> None:
-    (note,) = check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
-    assert expected in note
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ({"versions": {}, "missing": ["torch"]}, "busy lacks torch"),
-        ({"versions": {"nbtrain": "0.2.0"}}, "busy has nbtrain 0.2.0; this host has 0.1.0"),
-        ({"versions": {"nbtrain": "0.1.0", "torch": "2.12.1"}}, "busy has torch 2.12.1; this host"),
-        ({"missing": ["timm", "einops"]}, "busy lacks timm, einops"),
-    ],
-)
-def test_a_node_on_which_ranks_cannot_run_is_refused_by_name(
-    facts: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(LaunchError, match="differ too much from this host") as caught:
-        check_nodes([placed(FREE), placed(BUSY, **facts)], WANTED, HERE)
-    assert expected in str(caught.value)
-    assert "big" not in str(caught.value)

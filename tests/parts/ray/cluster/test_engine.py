@@ -338,7 +338,7 @@ def test_the_next_run_goes_on_with_the_processes_of_the_last(notebook: Notebook)
 
 def test_a_driver_that_was_lost_between_two_runs_is_started_anew(notebook: Notebook) -> None:
     first = _nodes_processes(notebook)
-    notebook.run("from nbtrain.parts.ray import engine; engine.kept.driver._process.kill()")
+    notebook.run("from nbtrain.engines.remote.client import kept; kept['ray']._process.kill()")
     assert not set(first) & set(_nodes_processes(notebook))
 
 
