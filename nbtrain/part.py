@@ -33,6 +33,7 @@ TABLE = (
     "forwarding",
     "tpu",
     "ray",
+    "slurm",
     "nodes",
     "frameworks",
 )

@@ -117,7 +117,8 @@ class Engine(ABC):
         cluster_options = plan.address or plan.spread or plan.resources or plan.wait_for_nodes
         if cluster_options and not self.on_cluster:
             raise PlanError(
-                "address, nodes, resources and wait_for_nodes need a Ray cluster: add -e ray"
+                "address, resources and wait_for_nodes need -e ray, and nodes needs -e ray or "
+                "-e slurm"
             )
 
     def resolve(self, plan: Plan) -> tuple[Plan, str]:

@@ -22,7 +22,7 @@ from ..errors import PlanError
 from ..part import require
 from ..system.text import did_you_mean
 
-ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "inline")
+ENGINES = ("auto", "fork", "spawn", "tpu", "xla", "torch_tpu", "ray", "slurm", "inline")
 View = Literal["auto", "widget", "html", "text", "none"]
 OnHang = Literal["deadlock", "stop", "report"]
 Source = Literal["bars", "steps", "loss", "data", "phases", "trainer", "tracker"]

@@ -93,7 +93,8 @@ class Plan:
         "how ranks are started. fork (auto): copies of the kernel; spawn: fresh processes, which "
         "get what the cell refers to; tpu (auto on a TPU host): xla (torch_xla, forked) or "
         "torch_tpu (its successor, fresh processes), whichever is installed; ray: on a Ray "
-        "cluster; inline: one rank in the kernel itself, for debugging",
+        "cluster; slurm (auto in a Slurm job of several nodes): on the nodes of that job; inline: "
+        "one rank in the kernel itself, for debugging",
         "auto",
         **options.choice(options.ENGINES, options.engine_plugins),
     )
@@ -158,8 +159,8 @@ class Plan:
     )
     spread: tuple[int, int] | None = option(
         "--nodes",
-        "with -e ray: spread the ranks evenly over N nodes (default 1); with MIN:MAX, a restart "
-        "after a failure may use as few as MIN nodes",
+        "with -e ray and -e slurm: spread the ranks evenly over N nodes (default: 1 on Ray, all "
+        "nodes of a Slurm job); with MIN:MAX, a restart after a failure may use as few as MIN",
         keyword="nodes",
         metavar="N|MIN:MAX",
         read=options.read_node_counts,
@@ -168,7 +169,6 @@ class Plan:
             "a number of nodes ≥ 1, the least and the most of them (MIN:MAX)",
             options.is_range,
         ),
-        part="ray",
     )
     resources: Mapping[str, float] = option(
         "--resources",

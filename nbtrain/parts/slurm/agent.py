@@ -1,0 +1,153 @@
+"""The process that ``srun`` starts on each node of a job: it holds the node's `NodeRanks`.
+
+It connects to the driver, does what that requests, several calls at a time, and ends with the
+connection. Everything that it started ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedReader
+from typing import IO, Any
+
+from ...engines.remote.node_ranks import NodeOrder, NodeRanks
+from ...engines.remote.nodes import describe_host
+from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
+
+TOKEN = "NBTRAIN_AGENT_TOKEN"
+"""The variable with which an agent shows the driver that it is one of its own."""
+
+_CALLS_AT_ONCE = 16
+
+_OF_SLURM = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
+"""The beginnings of variables that describe the agent's own step: ranks are none of its tasks.
+
+Lightning and JAX would take a rank for a task of Slurm's (`SLURM_NTASKS`, `SLURM_PROCID`), and
+start another training than was requested.
+"""
+
+KEPT_VARIABLES = (
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_CONF",
+    "SLURM_JOB_ACCOUNT",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_USER",
+    "SLURM_SUBMIT_DIR",
+    "SLURM_TMPDIR",
+)
+"""Variables of the job that ranks see: scripts find their folders by them."""
+
+
+def remove_variables(environ: dict[str, str] | os._Environ[str]) -> None:
+    """Remove Slurm's variables that describe tasks and steps."""
+    for name in [n for n in environ if n.startswith(_OF_SLURM) and n not in KEPT_VARIABLES]:
+        del environ[name]
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Connect to the driver, and do what it requests until it closes the connection."""
+    token, node = os.environ.pop(TOKEN), os.environ["SLURMD_NODENAME"]
+    launcher = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+    remove_variables(os.environ)
+    channel = connect((launcher, order["port"]))
+    channel.send({"token": token, "node": node, "launcher": launcher})
+    agent = Agent(channel, own_address(launcher) or launcher)
+    try:
+        agent.serve()
+    finally:
+        agent.end()
+        os._exit(0)  # a rank's store, or what a library started, must not keep the step alive
+
+
+class Agent:
+    """Does what the driver requests on this node."""
+
+    def __init__(self, channel: Channel, address: str) -> None:
+        self._channel, self._address = channel, address
+        self._ranks: NodeRanks | None = None
+        self._payload = b""
+
+    def serve(self) -> None:
+        """Serve requests until the connection ends."""
+        threading.Thread(target=_import_ahead, daemon=True).start()
+        with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool, contextlib.suppress(EOFError):
+            while True:
+                message, descriptor = self._channel.receive()
+                data = b"" if descriptor is None else read_descriptor(descriptor)
+                if message["method"] == "store_payload":
+                    self._payload = data
+                else:
+                    pool.submit(self._answer, message, data)
+
+    def _answer(self, message: Mapping[str, Any], data: bytes) -> None:
+        """Call a method and send what it returns or raises, unless the connection has ended."""
+        is_file, is_raised, value = False, False, None
+        try:
+            args, kwargs = pickle.loads(data)
+            value = getattr(self, message["method"])(*args, **kwargs)
+            is_file = isinstance(value, BufferedReader)
+        except BaseException as error:  # the driver reports it
+            is_raised, value = True, error
+        head = {"answer": message["request"], "is_file": is_file, "is_raised": is_raised}
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            file: Any = value if is_file else pickled(value)
+            opened = stack.enter_context(file)
+            self._channel.send(head, opened.fileno())
+
+    def look(self, modules: list[str]) -> dict[str, Any]:
+        """Return what this host is; see `describe_host`."""
+        return describe_host(self._address, modules)
+
+    def begin(self, order: NodeOrder) -> int:
+        """Get ready to start ranks; see `Link.begin`."""
+        self.end()
+        self._ranks = NodeRanks(order, self._payload)
+        return self._ranks.port
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `NodeRanks`. A file comes open, so that it is sent as it is."""
+        ranks = self._ranks
+        if ranks is None:
+            raise LaunchError("no ranks were started here")
+        if method is NodeRanks.fetch:
+            return (ranks.folder.path / args[0]).open("rb")
+        return method(ranks, *args, **kwargs)
+
+    def end(self) -> None:
+        """End the ranks, and what else is left of the order."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+
+def pickled(value: Any) -> IO[bytes]:
+    """Return a file in memory with a value. An exception that cannot be sent is named in another.
+
+    The caller closes the file.
+    """
+    try:
+        return fill_memory_file(lambda file: pickle.dump(value, file))
+    except Exception as error:
+        text = f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else error
+        return fill_memory_file(lambda file: pickle.dump(LaunchError(str(text)), file))
+
+
+def read_descriptor(descriptor: int) -> bytes:
+    """Return the content of an open file from its beginning, and close it."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _import_ahead() -> None:
+    """Import what ranks need and this process does not, before the first order comes."""
+    with contextlib.suppress(Exception):  # code that needs it will raise
+        importlib.import_module("numpy")

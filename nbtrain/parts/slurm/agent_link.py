@@ -1,0 +1,105 @@
+"""The way to nbtrain's process on a node of a Slurm job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, TypeVar
+
+from ...engines.remote.node_ranks import NodeOrder
+from ...engines.remote.nodes import Link, Method, NodeLost, RemoteError
+from ...part_api import Channel
+from .agent import pickled, read_descriptor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AgentLink(Link):
+    """Sends requests to an agent (`agent`), whose answers come in any order."""
+
+    def __init__(self, channel: Channel, explain_end: Callable[[], Awaitable[str]]) -> None:
+        self._channel, self._explain_end = channel, explain_end
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self.has_ended = False
+        threading.Thread(target=self._receive, name="nbtrain-agent", daemon=True).start()
+
+    async def send_payload(self, descriptor: int) -> None:
+        """Send the payload of the ranks, from an open file, for orders that follow."""
+        await self._send({"method": "store_payload"}, descriptor)
+
+    async def look(self, modules: list[str]) -> dict[str, Any]:
+        """Return what the host is; see `describe_host`."""
+        facts: dict[str, Any] = await self._request("look", modules)
+        return facts
+
+    async def begin(self, order: NodeOrder) -> int:
+        """Get ready to start ranks; see `Link.begin`."""
+        return int(await self._request("begin", order))
+
+    async def call(self, method: Method[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the node's `NodeRanks`, once."""
+        result: T = await self._request("call", method, *args, **kwargs)
+        return result
+
+    async def end(self) -> None:
+        """End what is left of the run on the node."""
+        await self._request("end")
+
+    def kill(self) -> None:
+        """Close the connection: the agent ends with it, and so does all that it started."""
+        self._channel.close()
+
+    async def _request(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the `Agent`, and return its answer. Raises `LinkError` or `OSError`."""
+        number = next(self._numbers)
+        answer = self._waiting[number] = self._loop.create_future()
+        try:
+            with pickled((args, kwargs)) as file:
+                await self._send({"method": method, "request": number}, file.fileno())
+            is_raised, value = await answer
+        except EOFError as error:
+            raise NodeLost(await self._explain_end()) from error
+        finally:
+            del self._waiting[number]
+        if not is_raised:
+            return value
+        if isinstance(value, OSError):
+            raise value
+        raise RemoteError(value) from value
+
+    async def _send(self, message: dict[str, Any], descriptor: int) -> None:
+        try:
+            await asyncio.to_thread(self._channel.send, message, descriptor)
+        except OSError as error:
+            raise NodeLost(await self._explain_end()) from error
+
+    def _receive(self) -> None:
+        """Receive answers until the connection ends: the body of the thread."""
+        with contextlib.suppress(EOFError, RuntimeError):  # the loop has ended, too
+            while True:
+                message, descriptor = self._channel.receive()
+                data = b"" if descriptor is None else read_descriptor(descriptor)
+                self._loop.call_soon_threadsafe(self._take, message, data)
+        self._channel.close()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _take(self, message: dict[str, Any], data: bytes) -> None:
+        answer = self._waiting.get(message["answer"])
+        if answer is not None and not answer.done():
+            value = data if message["is_file"] else pickle.loads(data)
+            answer.set_result((message["is_raised"], value))
+
+    def _end(self) -> None:
+        """Fail what was not answered."""
+        self.has_ended = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EOFError())

@@ -1,0 +1,191 @@
+"""The process that starts agents on the nodes of a Slurm job, and reaches ranks through them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from ...engines.remote import driver as remote
+from ...engines.remote.nodes import (
+    Node,
+    NodeRequest,
+    PlacedNode,
+    check_nodes,
+    describe_host,
+)
+from ...part_api import Channel, LaunchError, Listener, interpreter_command, plural
+from . import agent, slurm_commands
+from .agent_link import AgentLink
+from .limits import AGENT_START_TIMEOUT_S
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Serve the launcher at the other end of a socket until it closes."""
+    remote.serve(SlurmDriver, order)
+
+
+class SlurmDriver(remote.Driver):
+    """Starts an agent on each node by ``srun``, which connects to this process."""
+
+    cluster = "Slurm"
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        super().__init__(connection)
+        self._job = ""
+        self._nodes: list[Node] = []
+        self._listener: Listener | None = None
+        self._token = secrets.token_hex(16)
+        self._arrived: asyncio.Queue[tuple[str, str, Channel]] = asyncio.Queue()
+        self._links: dict[str, AgentLink] = {}
+        """The agents that have connected, by the names of their nodes."""
+        self._launcher = ""
+        """This host's address, as the nodes reach it."""
+        self._steps: list[asyncio.subprocess.Process] = []
+        """Kept, because asyncio kills a process that is forgotten."""
+        self._payload: IO[bytes] | None = None
+        self._placed: list[PlacedNode] = []
+
+    async def connect(self, job: str, node_list: str) -> list[Node]:
+        """Prepare to start agents in a job; return its nodes.
+
+        Raises `LaunchError` if Slurm's commands cannot be used here.
+        """
+        self._job = job
+        names = await slurm_commands.expand_hosts(node_list)
+        self._nodes = [Node(name, name, name) for name in names]
+        self._listener = Listener("0.0.0.0")
+        accept = partial(self._accept, self._listener, asyncio.get_running_loop())
+        threading.Thread(target=accept, name="nbtrain-agents", daemon=True).start()
+        return await self.nodes()
+
+    async def nodes(self) -> list[Node]:
+        """Return the nodes of the job that Slurm does not report as down.
+
+        Raises `LaunchError` if the job has ended.
+        """
+        await slurm_commands.check_job(self._job)
+        down = await slurm_commands.find_down(node.name for node in self._nodes)
+        return [node for node in self._nodes if node.name not in down]
+
+    async def address(self) -> str:
+        """Return this host's address, as the nodes reach it; '' before `place`."""
+        return self._launcher
+
+    def _accept(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
+        """Accept agents as long as the process lives: the body of a thread."""
+        while True:
+            with contextlib.suppress(OSError, EOFError, KeyError):
+                channel = listener.accept(3600.0)
+                if channel is None:
+                    continue
+                hello, _ = channel.receive()
+                if not secrets.compare_digest(str(hello["token"]), self._token):
+                    channel.close()
+                    continue
+                channel.trust()
+                news = str(hello["node"]), str(hello["launcher"]), channel
+                loop.call_soon_threadsafe(self._arrived.put_nowait, news)
+
+    async def place(self, request: NodeRequest) -> list[str]:
+        """Start an agent on each node that has none; return the notes about them."""
+        self._request = request
+        return await self._place(request)
+
+    async def _place(self, request: NodeRequest) -> list[str]:
+        (least, most), nodes = request.nodes, await self.nodes()
+        if len(nodes) < least:
+            lost = sorted({n.name for n in self._nodes} - {n.name for n in nodes})
+            raise LaunchError(
+                f"job {self._job} has {plural(len(nodes), 'node')} left ({', '.join(lost)} "
+                f"lost), but the run needs {least}"
+            )
+        chosen = nodes[:most]
+        await self._start_agents([n.name for n in chosen if n.name not in self._links])
+        modules = list(request.modules)
+        self._placed = []
+        for node in chosen:
+            link = self._links[node.name]
+            facts = await link.look(modules)
+            self._placed.append(PlacedNode(Node(node.id, node.name, facts["address"]), link, facts))
+        return check_nodes(self._placed, request, describe_host(self._launcher, []))
+
+    async def _start_agents(self, names: Sequence[str]) -> None:
+        """Start agents on nodes, and wait until all have connected.
+
+        Raises `LaunchError` with what ``srun`` printed if one does not.
+        """
+        if not names:
+            return
+        assert self._listener is not None
+        order = {"path": [p for p in sys.path if p], "port": self._listener.address[1]}
+        command = interpreter_command(agent.__name__, order)
+        with tempfile.TemporaryFile() as output:
+            step = await slurm_commands.start_step(
+                self._job, names, command, {agent.TOKEN: self._token}, output
+            )
+            self._steps.append(step)
+            missing = set(names)
+            ended = asyncio.ensure_future(step.wait())
+            deadline = asyncio.get_running_loop().time() + AGENT_START_TIMEOUT_S
+            while missing:
+                arrived = asyncio.ensure_future(self._arrived.get())
+                left = deadline - asyncio.get_running_loop().time()
+                await asyncio.wait([arrived, ended], timeout=left, return_when="FIRST_COMPLETED")
+                if not arrived.done():
+                    arrived.cancel()
+                    with contextlib.suppress(ProcessLookupError):
+                        step.terminate()
+                    raise LaunchError(slurm_commands.describe_failure(sorted(missing), output))
+                name, self._launcher, channel = arrived.result()
+                self._links[name] = AgentLink(channel, partial(self._explain_end, name))
+                missing.discard(name)
+
+    async def _explain_end(self, name: str) -> str:
+        """Return why the agent on a node has ended, and forget it."""
+        self._links.pop(name, None)
+        return await slurm_commands.explain_end(self._job, name)
+
+    async def store_payload(self, path: str) -> None:
+        """Send the ranks' payload to each node; keep it for nodes of a later attempt."""
+        self._close_payload()
+        self._payload = open(path, "rb")  # noqa: SIM115 - closed at the end of the run
+        await asyncio.gather(*map(self._send_payload, self._placed))
+
+    async def _send_payload(self, placed: PlacedNode) -> None:
+        assert isinstance(placed.link, AgentLink)
+        assert self._payload is not None
+        await placed.link.send_payload(self._payload.fileno())
+
+    def _close_payload(self) -> None:
+        if self._payload is not None:
+            self._payload.close()
+            self._payload = None
+
+    async def choose_nodes(self, *, again: bool) -> Sequence[PlacedNode]:
+        """Return the nodes of the run; for a later attempt, those that are left."""
+        if again:
+            assert self._request is not None
+            await self._place(self._request)
+            await asyncio.gather(*map(self._send_payload, self._placed))
+        return self._placed
+
+    async def rest(self) -> None:
+        """Forget the run, which has ended, and its payload, because another may follow."""
+        self._close_payload()
+        await super().rest()
+
+    def release(self) -> None:
+        """Do nothing: agents stay for the next run, and the nodes are the job's."""
+
+    def shutdown(self) -> None:
+        """Have the agents end, and with them the steps."""
+        for link in self._links.values():
+            link.kill()

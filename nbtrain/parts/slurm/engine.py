@@ -1,0 +1,87 @@
+"""The slurm engine: it runs ranks on the nodes of the Slurm job that the notebook is in.
+
+The driver (`driver`) starts an agent (`agent`) on each node by ``srun --overlap``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from ...engines.remote.engine import RemoteEngine
+from ...part_api import Finding, LaunchError, Plan, PlanError
+from .allocation import Allocation, read_allocation
+from .driver import SlurmDriver
+
+_NO_JOB = (
+    "the slurm engine needs a kernel that runs in a Slurm job. Get one (`salloc -N 2`), and start "
+    "Jupyter in it"
+)
+
+
+class SlurmEngine(RemoteEngine):
+    """Starts ranks on the nodes of a job: one per GPU or task, on all nodes unless chosen."""
+
+    name = "slurm"
+    driver = SlurmDriver
+
+    def check_options(self, plan: Plan) -> None:
+        """Refuse options of a Ray cluster. Raises `PlanError`."""
+        if plan.address or plan.resources or plan.wait_for_nodes:
+            raise PlanError(
+                "address, resources and wait_for_nodes are options of -e ray: a Slurm job has its "
+                "nodes and their CPUs and GPUs already"
+            )
+
+    def resolve(self, plan: Plan) -> tuple[Plan, str]:
+        """Return the plan with its number of ranks and nodes, and the kind of device.
+
+        Raises `PlanError` outside of a job, and `LaunchError` if the job has too few nodes left.
+        """
+        self.check_options(plan)
+        allocation = read_allocation(os.environ)
+        if allocation is None:
+            raise PlanError(_NO_JOB)
+        nodes = self._find_nodes(allocation)
+        each = allocation.gpus_per_node or allocation.tasks_per_node
+        least, most = plan.spread or _spread(plan.num_processes, allocation.nodes)
+        if len(nodes) < least:
+            raise LaunchError(
+                f"job {allocation.job} has {len(nodes)} of {allocation.nodes} nodes left, and the "
+                f"run needs {least}"
+            )
+        per_node = (plan.num_processes or most * each) // most
+        count = min(most, len(nodes))
+        if count < most:
+            ranks = f"{count * per_node} of {most * per_node} ranks"
+            text = f"{ranks}: {len(nodes)} of {allocation.nodes} nodes of the job are up."
+            self.notes = [Finding("fewer-nodes", text)]
+        plan = replace(plan, spread=(least, count))
+        device = "cuda" if allocation.gpus_per_node else "cpu"
+        return self.with_ranks(plan, count * per_node), device
+
+    def _find_nodes(self, allocation: Allocation) -> list[object]:
+        """Return the nodes of the job that are up, by a driver that may be the last run's."""
+        cause = allocation, {n: v for n, v in os.environ.items() if _is_read_at_start(n)}
+        return self._join(
+            cause,
+            lambda client: client.request(
+                SlurmDriver.connect, allocation.job, allocation.node_list
+            ),
+        )
+
+    def home_address(self, plan: Plan) -> str:
+        """Return this host's address, as the nodes of the job reach it."""
+        address: str = self._require_client().request(SlurmDriver.address)
+        return address
+
+
+def _spread(ranks: int | None, nodes: int) -> tuple[int, int]:
+    """Return on how many nodes so many ranks are spread: as many as share them equally."""
+    most = max(n for n in range(1, nodes + 1) if ranks is None or ranks % n == 0)
+    return most, most
+
+
+def _is_read_at_start(name: str) -> bool:
+    """Whether Python, the loader or a driver reads a variable when its process starts."""
+    return name.startswith(("PYTHON", "LD_", "SLURM_CONF")) or name.endswith("_VISIBLE_DEVICES")

@@ -1,0 +1,146 @@
+"""Calls Slurm's commands: ``srun``, ``scontrol``, ``sinfo``, ``squeue``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO
+
+from ...part_api import LaunchError, shorten
+from .limits import COMMAND_TIMEOUT_S
+
+_LOST_STATES = ("down", "fail", "powered_down", "unknown")
+"""States of a node on which no step can start, as any state with a `*`: it does not respond.
+Drained nodes keep the jobs that they have."""
+
+_ENDS = {
+    "CANCELLED": "was cancelled (scancel)",
+    "TIMEOUT": "reached its time limit",
+    "DEADLINE": "reached its deadline",
+    "PREEMPTED": "was preempted by another job",
+    "NODE_FAIL": "ended because a node failed",
+    "OUT_OF_MEMORY": "ended because a node ran out of memory",
+    "COMPLETED": "has ended",
+    "COMPLETING": "is ending",
+    "FAILED": "has failed",
+}
+"""What became of a job, by its state in Slurm."""
+
+
+async def _call(*command: str) -> str:
+    """Return what a command prints. Raises `LaunchError` if it fails."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"this process is in a Slurm job, but has no {command[0]} ({error.strerror}): put "
+            "Slurm's commands on the PATH before the kernel starts"
+        ) from error
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), COMMAND_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise LaunchError(f"{command[0]} does not answer: is Slurm's controller up?") from None
+    if process.returncode:
+        reason = shorten(err.decode("utf-8", "replace").strip(), 300)
+        raise LaunchError(f"`{' '.join(command)}` failed: {reason}")
+    return out.decode("utf-8", "replace").strip()
+
+
+async def expand_hosts(node_list: str) -> list[str]:
+    """Return the names of nodes in Slurm's notation: ``n[1-2]``."""
+    return (await _call("scontrol", "show", "hostnames", node_list)).split()
+
+
+async def _job_state(job: str) -> str:
+    """Return the state of a job: ``RUNNING``; '' if Slurm no longer knows it."""
+    with contextlib.suppress(LaunchError):
+        words = (await _call("scontrol", "--oneliner", "show", "job", job)).split()
+        return next((w.partition("=")[2] for w in words if w.startswith("JobState=")), "")
+    return ""
+
+
+async def check_job(job: str) -> None:
+    """Raise `LaunchError` if a job has ended."""
+    state = await _call("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
+    if state not in ("RUNNING", "SUSPENDED", "CONFIGURING"):
+        raise LaunchError(f"the job {job} {_ENDS.get(state, 'has ended')}: get another (salloc)")
+
+
+async def find_down(names: Iterable[str]) -> set[str]:
+    """Return which nodes Slurm reports as down."""
+    nodes = f"--nodes={','.join(names)}"
+    listed = await _call("sinfo", "--noheader", "--Node", nodes, "--format=%N %T")
+    pairs = (line.split() for line in listed.splitlines())
+    return {name for name, state in pairs if state.endswith("*") or state.startswith(_LOST_STATES)}
+
+
+async def start_step(
+    job: str,
+    names: Sequence[str],
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    output: IO[bytes],
+) -> asyncio.subprocess.Process:
+    """Start a command as a step of a job, once on each of some nodes; its output goes to a file.
+
+    The step overlaps: without that, it would wait for the one that the notebook is in. It has all
+    CPUs and the memory of the job, and its ranks are bound by nbtrain. If one of its processes
+    fails, the others stay. Raises `LaunchError` without ``srun``.
+    """
+    options = (
+        f"--jobid={job}",
+        "--overlap",
+        f"--nodes={len(names)}",
+        f"--ntasks={len(names)}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(names)}",
+        "--cpu-bind=none",
+        "--mem=0",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--input=none",
+        "--mpi=none",
+        "--job-name=nbtrain",
+    )
+    kept = {n: v for n, v in os.environ.items() if n == "SLURM_CONF" or not n.startswith("SLURM_")}
+    try:
+        return await asyncio.create_subprocess_exec(
+            "srun",
+            *options,
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**kept, **variables},
+        )
+    except OSError as error:
+        raise LaunchError(f"srun could not be started ({error.strerror})") from error
+
+
+def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
+    """Return that agents did not come, with what ``srun`` printed."""
+    output.seek(0)
+    lines = output.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
+    reason = "; ".join(lines[-3:])[:600] or "srun printed no reason"
+    return f"no process of nbtrain could be started on {', '.join(missing)}: {reason}"
+
+
+async def explain_end(job: str, name: str) -> str:
+    """Return why nbtrain's process on a node of a job ended, for the ranks that ran there."""
+    state = await _job_state(job)
+    if state and state != "RUNNING":
+        return f"the Slurm job {job} {_ENDS.get(state, state.lower())}"
+    with contextlib.suppress(LaunchError):
+        if name in await find_down([name]):
+            return f"its node {name} was lost"
+    return f"nbtrain's process on {name} ended"
