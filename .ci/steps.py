@@ -120,6 +120,21 @@ chromium() { # install it where that is possible; without it, the tests in a bro
         echo "SKIPPED: no chromium and no right to install one, so no test in a browser ran"
     fi
 }
+
+slurm() { # unpack it in the step's folder where that is possible: to install would start services
+    ! command -v slurmctld >/dev/null || return 0
+    export NBTRAIN_SLURM_ROOT=$here/slurm
+    mkdir -p "$NBTRAIN_SLURM_ROOT" "$here/packages"
+    cd "$here/packages"
+    if [ "$(id -u)" = 0 ]; then timeout 240 apt-get -qq update >/dev/null || true; fi
+    timeout 60 apt-get -s install --no-install-recommends \
+        slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins |
+        sed -n 's/^Inst \([^ ]*\).*/\1/p' >names &&
+        timeout 240 apt-get -qq download $(cat names) &&
+        find . -name "*.deb" -exec dpkg -x {} "$NBTRAIN_SLURM_ROOT" \; ||
+        echo "SKIPPED: Slurm's packages could not be unpacked, so no test of it ran"
+    cd "$OLDPWD"
+}
 """
 
 _COLAB = """dry_run
@@ -383,6 +398,17 @@ tests -n 4 --ignore=tests/test_part.py --ignore=tests/test_structure.py \
         """
 enter all
 tests tests/parts/ray/cluster -rs
+""",
+        needs=("environment",),
+        limit=1800,
+    ),
+    Step(
+        "slurm",
+        "Slurm: clusters of several nodes on this machine",
+        """
+enter all
+slurm
+tests -n 2 -m slurm tests/parts/slurm -rs
 """,
         needs=("environment",),
         limit=1800,

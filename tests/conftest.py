@@ -21,6 +21,7 @@ import pytest
 from nbtrain import part
 from nbtrain.engines.process import fork_server
 from nbtrain.system import gpus
+from tests.support import slurm
 from tests.support.cuda_stub import STUB
 from tests.support.kernel import Notebook
 
@@ -63,6 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xla") and importlib.util.find_spec("torch_xla") is None:
             reason = "needs torch_xla: pip install -r tests/requirements/xla.txt"
             item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("slurm") and slurm.find_slurm() is None:
+            item.add_marker(pytest.mark.skip(reason=slurm.MISSING))
     order = {room: place for place, room in enumerate(_LONGEST)}
     folder = Path(__file__).parent
     items.sort(key=lambda item: order.get(item.path.relative_to(folder).parts[0], len(order)))
