@@ -19,44 +19,21 @@ from typing import IO, Any
 from ...engines.remote.node_ranks import NodeOrder, NodeRanks
 from ...engines.remote.nodes import describe_host
 from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
+from .allocation import JOB_VARIABLES, is_of_slurm
 
 TOKEN = "NBTRAIN_AGENT_TOKEN"
 """The variable with which an agent shows the driver that it is one of its own."""
 
 _CALLS_AT_ONCE = 16
 
-_OF_SLURM = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
-"""The beginnings of variables that describe the agent's own step: ranks are none of its tasks.
-
-Lightning and JAX would take a rank for a task of Slurm's (`SLURM_NTASKS`, `SLURM_PROCID`), and
-start another training than was requested.
-"""
-
-KEPT_VARIABLES = (
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_CLUSTER_NAME",
-    "SLURM_CONF",
-    "SLURM_JOB_ACCOUNT",
-    "SLURM_JOB_PARTITION",
-    "SLURM_JOB_USER",
-    "SLURM_SUBMIT_DIR",
-    "SLURM_TMPDIR",
-)
-"""Variables of the job that ranks see: scripts find their folders by them."""
-
-
-def remove_variables(environ: dict[str, str] | os._Environ[str]) -> None:
-    """Remove Slurm's variables that describe tasks and steps."""
-    for name in [n for n in environ if n.startswith(_OF_SLURM) and n not in KEPT_VARIABLES]:
-        del environ[name]
-
 
 def main(order: Mapping[str, Any]) -> None:
     """Connect to the driver, and do what it requests until it closes the connection."""
     token, node = os.environ.pop(TOKEN), os.environ["SLURMD_NODENAME"]
     launcher = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
-    remove_variables(os.environ)
+    for name in filter(is_of_slurm, list(os.environ)):
+        if name not in JOB_VARIABLES:
+            del os.environ[name]
     channel = connect((launcher, order["port"]))
     channel.send({"token": token, "node": node, "launcher": launcher})
     agent = Agent(channel, own_address(launcher) or launcher)

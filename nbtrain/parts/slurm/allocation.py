@@ -6,6 +6,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+JOB_VARIABLES = (
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_CONF",
+    "SLURM_JOB_ACCOUNT",
+    "SLURM_JOB_PARTITION",
+    "SLURM_SUBMIT_DIR",
+    "SLURM_TMPDIR",
+)
+"""Slurm's variables that ranks see: scripts find their folders by them.
+
+The others describe tasks, and a rank is none. Lightning and JAX would take it for one
+(``SLURM_NTASKS``, ``SLURM_JOB_ID``), and start another training than was requested.
+"""
+
+
+def is_of_slurm(variable: str) -> bool:
+    """Return whether Slurm set a variable, for a job or one of its steps."""
+    return variable.startswith(("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_"))
+
 
 @dataclass(frozen=True)
 class Allocation:

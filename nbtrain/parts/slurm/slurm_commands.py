@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
 from ...part_api import LaunchError, shorten
+from .allocation import JOB_VARIABLES, is_of_slurm
 from .limits import COMMAND_TIMEOUT_S
 
 _LOST_STATES = ("down", "fail", "powered_down", "unknown")
@@ -112,7 +113,8 @@ async def start_step(
         "--mpi=none",
         "--job-name=nbtrain",
     )
-    kept = {n: v for n, v in os.environ.items() if n == "SLURM_CONF" or not n.startswith("SLURM_")}
+    # What else salloc sets are options of srun: of tasks, CPUs and memory that others have.
+    env = {n: v for n, v in os.environ.items() if n in JOB_VARIABLES or not is_of_slurm(n)}
     try:
         return await asyncio.create_subprocess_exec(
             "srun",
@@ -121,7 +123,7 @@ async def start_step(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**kept, **variables},
+            env={**env, **variables},
         )
     except OSError as error:
         raise LaunchError(f"srun could not be started ({error.strerror})") from error
