@@ -64,7 +64,7 @@ InactiveLimit=0
 KillWait={kill_wait_s}
 SlurmdTimeout={node_timeout_s}
 SlurmctldTimeout=10
-MessageTimeout=10
+MessageTimeout={message_timeout_s}
 TCPTimeout=2
 UnkillableStepTimeout=20
 MinJobAge={min_job_age_s}
@@ -151,14 +151,16 @@ class SlurmCluster:
         memory_mb: int = 4000,
         kill_wait_s: int = 2,
         node_timeout_s: int = 10,
+        message_timeout_s: int = 5,
         min_job_age_s: int = 300,
         more: str = "",
     ) -> None:
         """Write the configuration, with the lines of `more` at its end.
 
         Slurm gives out `cpus` CPUs of each node, however many there are. `kill_wait_s` is the time
-        between SIGTERM and SIGKILL at a job's end, `node_timeout_s` the silence after which a node
-        is down, and `min_job_age_s` how long Slurm remembers a job that has ended.
+        between SIGTERM and SIGKILL at a job's end, and `min_job_age_s` how long Slurm remembers a
+        job that has ended. A dead node is down after 7 s with timeouts of 3 s, after 18 s with
+        10 and 3, and after 30 s with 10 and 10: a message to it fails only at its own timeout.
         """
         installation = find_slurm()
         assert installation is not None, MISSING
@@ -181,6 +183,7 @@ class SlurmCluster:
             plugins=installation.plugins,
             kill_wait_s=kill_wait_s,
             node_timeout_s=node_timeout_s,
+            message_timeout_s=message_timeout_s,
             min_job_age_s=min_job_age_s,
             cpus=cpus,
             memory_mb=memory_mb,
@@ -331,7 +334,12 @@ class SlurmCluster:
         wait_until(none_is_left, EXIT_TIMEOUT_S)
 
     def allocation(self, *options: str, nodes: int = 2, time: str = "5") -> list[str]:
-        """Return the words before a command that make salloc run it inside an allocation."""
+        """Return the words before a command that make salloc run it inside an allocation.
+
+        salloc gives the command a process group of its own, and keeps SIGINT to itself: a kernel
+        that is interrupted takes `env` of a job instead. Without a terminal, salloc does not end
+        its command when the allocation ends, unless `--kill-command` says so.
+        """
         return ["salloc", "--quiet", f"--nodes={nodes}", f"--time={time}", *options]
 
     def job(self, *options: str, nodes: int = 2, time: str = "5") -> Job:

@@ -129,11 +129,13 @@ def test_a_job_ends_at_its_time_limit(cluster: SlurmCluster) -> None:
         begun = time.monotonic()
         assert step.wait(timeout=150)
         assert 45 < time.monotonic() - begun < 100
-        assert "JobState=TIMEOUT" in cluster.run("scontrol", "show", "job", str(job.id))
+        shown = ("scontrol", "show", "job", str(job.id))  # it is completing for a while
+        wait_until(lambda: "JobState=TIMEOUT" in cluster.run(*shown), 30)
 
 
 def test_a_node_that_is_killed_is_down_and_comes_back() -> None:
-    with SlurmCluster(node_timeout_s=3) as cluster, closing(cluster.job(nodes=1)) as job:
+    prompt = SlurmCluster(node_timeout_s=3, message_timeout_s=3)
+    with prompt as cluster, closing(cluster.job(nodes=1)) as job:
         with running(job, "srun", *WAITS):
             (stepd,) = cluster.stepds("n1")
             (task,) = stepd.children()
