@@ -19,7 +19,6 @@ from typing import IO, Any
 from ...engines.remote.node_ranks import NodeOrder, NodeRanks
 from ...engines.remote.nodes import describe_host
 from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
-from .allocation import JOB_VARIABLES, is_of_slurm
 
 TOKEN = "NBTRAIN_AGENT_TOKEN"
 """The variable with which an agent shows the driver that it is one of its own."""
@@ -31,9 +30,6 @@ def main(order: Mapping[str, Any]) -> None:
     """Connect to the driver, and do what it requests until it closes the connection."""
     token, node = os.environ.pop(TOKEN), os.environ["SLURMD_NODENAME"]
     launcher = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
-    for name in filter(is_of_slurm, list(os.environ)):
-        if name not in JOB_VARIABLES:
-            del os.environ[name]
     channel = connect((launcher, order["port"]))
     channel.send({"token": token, "node": node, "launcher": launcher})
     agent = Agent(channel, own_address(launcher) or launcher)

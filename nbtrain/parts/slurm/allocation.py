@@ -12,15 +12,13 @@ JOB_VARIABLES = (
     "SLURM_CLUSTER_NAME",
     "SLURM_CONF",
     "SLURM_JOB_ACCOUNT",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
     "SLURM_JOB_PARTITION",
     "SLURM_SUBMIT_DIR",
     "SLURM_TMPDIR",
 )
-"""Slurm's variables that ranks see: scripts find their folders by them.
-
-The others describe tasks, and a rank is none. Lightning and JAX would take it for one
-(``SLURM_NTASKS``, ``SLURM_JOB_ID``), and start another training than was requested.
-"""
+"""Slurm's variables that ranks see: scripts name their folders by them."""
 
 
 def is_of_slurm(variable: str) -> bool:

@@ -43,7 +43,8 @@ class SlurmDriver(remote.Driver):
         self._nodes: list[Node] = []
         self._listener: Listener | None = None
         self._token = secrets.token_hex(16)
-        self._arrived: asyncio.Queue[tuple[str, str, Channel]] = asyncio.Queue()
+        self._awaited: dict[str, asyncio.Future[None]] = {}
+        """The nodes whose agents are starting."""
         self._links: dict[str, AgentLink] = {}
         """The agents that have connected, by the names of their nodes."""
         self._launcher = ""
@@ -82,24 +83,32 @@ class SlurmDriver(remote.Driver):
     def _accept(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
         """Accept agents as long as the process lives: the body of a thread."""
         while True:
-            with contextlib.suppress(OSError, EOFError, KeyError):
+            try:
                 channel = listener.accept(3600.0)
-                if channel is None:
-                    continue
+            except OSError:  # closed
+                return
+            if channel is None:
+                continue
+            with contextlib.suppress(EOFError, KeyError):  # something else that connected
                 hello, _ = channel.receive()
-                if not secrets.compare_digest(str(hello["token"]), self._token):
-                    channel.close()
+                if secrets.compare_digest(str(hello["token"]), self._token):
+                    channel.trust()
+                    loop.call_soon_threadsafe(self._add_agent, hello, channel)
                     continue
-                channel.trust()
-                news = str(hello["node"]), str(hello["launcher"]), channel
-                loop.call_soon_threadsafe(self._arrived.put_nowait, news)
+            channel.close()
+
+    def _add_agent(self, hello: Mapping[str, Any], channel: Channel) -> None:
+        name, self._launcher = hello["node"], hello["launcher"]
+        self._links[name] = AgentLink(channel, partial(self._explain_end, name))
+        if name in self._awaited and not self._awaited[name].done():
+            self._awaited[name].set_result(None)
 
     async def place(self, request: NodeRequest) -> list[str]:
         """Start an agent on each node that has none; return the notes about them."""
         self._request = request
-        return await self._place(request)
+        return await self._place(request, again=False)
 
-    async def _place(self, request: NodeRequest) -> list[str]:
+    async def _place(self, request: NodeRequest, *, again: bool) -> list[str]:
         (least, most), nodes = request.nodes, await self.nodes()
         if len(nodes) < least:
             lost = sorted({n.name for n in self._nodes} - {n.name for n in nodes})
@@ -107,8 +116,18 @@ class SlurmDriver(remote.Driver):
                 f"job {self._job} has {plural(len(nodes), 'node')} left ({', '.join(lost)} "
                 f"lost), but the run needs {least}"
             )
+        for name in [name for name, link in self._links.items() if link.has_ended]:
+            del self._links[name]
+        lacking = [n.name for n in nodes[:most] if n.name not in self._links]
+        if again:  # Slurm may not know yet that a node is dead, and no step starts with it
+            tries = [self._start_agents([name]) for name in lacking]
+            failures = [e for e in await asyncio.gather(*tries, return_exceptions=True) if e]
+            nodes = [node for node in nodes if node.name in self._links]
+            if len(nodes) < least:
+                raise failures[0]
+        else:
+            await self._start_agents(lacking)
         chosen = nodes[:most]
-        await self._start_agents([n.name for n in chosen if n.name not in self._links])
         modules = list(request.modules)
         self._placed = []
         for node in chosen:
@@ -132,21 +151,23 @@ class SlurmDriver(remote.Driver):
                 self._job, names, command, {agent.TOKEN: self._token}, output
             )
             self._steps.append(step)
-            missing = set(names)
-            ended = asyncio.ensure_future(step.wait())
-            deadline = asyncio.get_running_loop().time() + AGENT_START_TIMEOUT_S
-            while missing:
-                arrived = asyncio.ensure_future(self._arrived.get())
-                left = deadline - asyncio.get_running_loop().time()
-                await asyncio.wait([arrived, ended], timeout=left, return_when="FIRST_COMPLETED")
-                if not arrived.done():
-                    arrived.cancel()
-                    with contextlib.suppress(ProcessLookupError):
-                        step.terminate()
-                    raise LaunchError(slurm_commands.describe_failure(sorted(missing), output))
-                name, self._launcher, channel = arrived.result()
-                self._links[name] = AgentLink(channel, partial(self._explain_end, name))
-                missing.discard(name)
+            arrivals: dict[str, asyncio.Future[None]] = {
+                name: asyncio.get_running_loop().create_future() for name in names
+            }
+            self._awaited |= arrivals
+            has_ended = asyncio.ensure_future(step.wait())
+            all_arrived: asyncio.Future[Any] = asyncio.gather(*arrivals.values())
+            await asyncio.wait(
+                [all_arrived, has_ended],
+                timeout=AGENT_START_TIMEOUT_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not all_arrived.done():
+                missing = [name for name, arrival in arrivals.items() if not arrival.done()]
+                all_arrived.cancel()
+                with contextlib.suppress(ProcessLookupError):
+                    step.terminate()
+                raise LaunchError(slurm_commands.describe_failure(missing, output))
 
     async def _explain_end(self, name: str) -> str:
         """Return why the agent on a node has ended, and forget it."""
@@ -173,7 +194,7 @@ class SlurmDriver(remote.Driver):
         """Return the nodes of the run; for a later attempt, those that are left."""
         if again:
             assert self._request is not None
-            await self._place(self._request)
+            await self._place(self._request, again=True)
             await asyncio.gather(*map(self._send_payload, self._placed))
         return self._placed
 

@@ -7,3 +7,6 @@ some of them."""
 
 COMMAND_TIMEOUT_S = 10.0
 """For a command of Slurm to answer. Its controller may be busy."""
+
+COMPLETING_TIMEOUT_S = 5.0
+"""For Slurm to report how a job ended, whose processes it is ending."""

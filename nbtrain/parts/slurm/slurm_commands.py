@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
-from ...part_api import LaunchError, shorten
+from ...part_api import POLL_INTERVAL_S, LaunchError, shorten
 from .allocation import JOB_VARIABLES, is_of_slurm
-from .limits import COMMAND_TIMEOUT_S
+from .limits import COMMAND_TIMEOUT_S, COMPLETING_TIMEOUT_S
 
 _LOST_STATES = ("down", "fail", "powered_down", "unknown")
 """States of a node on which no step can start, as any state with a `*`: it does not respond.
@@ -95,12 +95,13 @@ async def start_step(
     """Start a command as a step of a job, once on each of some nodes; its output goes to a file.
 
     The step overlaps: without that, it would wait for the one that the notebook is in. It has all
-    CPUs and the memory of the job, and its ranks are bound by nbtrain. If one of its processes
-    fails, the others stay. Raises `LaunchError` without ``srun``.
+    CPUs and the memory of the job, and its ranks are bound by nbtrain. If one of its processes or
+    nodes fails, the others stay. Raises `LaunchError` without ``srun``.
     """
     options = (
         f"--jobid={job}",
         "--overlap",
+        "--no-kill",
         f"--nodes={len(names)}",
         f"--ntasks={len(names)}",
         "--ntasks-per-node=1",
@@ -139,7 +140,10 @@ def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
 
 async def explain_end(job: str, name: str) -> str:
     """Return why nbtrain's process on a node of a job ended, for the ranks that ran there."""
-    state = await _job_state(job)
+    state, seconds = await _job_state(job), 0.0
+    while state == "COMPLETING" and seconds < COMPLETING_TIMEOUT_S:  # why comes after that
+        await asyncio.sleep(POLL_INTERVAL_S)
+        state, seconds = await _job_state(job), seconds + POLL_INTERVAL_S
     if state and state != "RUNNING":
         return f"the Slurm job {job} {_ENDS.get(state, state.lower())}"
     with contextlib.suppress(LaunchError):

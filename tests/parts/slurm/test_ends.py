@@ -1,0 +1,110 @@
+"""How a job or a node of a real Slurm ends under a running cell, and what the notebook shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+import psutil
+import pytest
+
+from tests.support.kernel import Notebook
+from tests.support.slurm import Job, SlurmCluster
+from tests.support.waiting import is_gone, wait_until
+
+pytestmark = pytest.mark.slurm
+
+RESUMES = """
+def train(until=200):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    last = nbtrain.last_checkpoint()
+    start = int((last / "step").read_text()) if last else 0
+    for step in range(start, until):
+        dist.all_reduce(torch.ones(1))
+        nbtrain.log(step=step, x=float(step))
+        time.sleep(0.02)
+        if step % 10 == 9:
+            with nbtrain.checkpoint(step + 1) as path:
+                if dist.get_rank() == 0:
+                    (path / "step").write_text(str(step + 1))
+    return start
+"""
+
+Start = Callable[[Job], Notebook]
+
+
+def start_training(kernel: Notebook, options: str = "") -> list[psutil.Process]:
+    """Train on both nodes in the background; return the ranks' processes once they step."""
+    kernel.run(RESUMES)
+    call = f"run = nbtrain.launch(train, 100_000, background=True, view='none'{options})"
+    out = kernel.run(call, timeout=120)
+    assert not out.ename, out.traceback
+    wait_until(lambda: kernel.value("all((r.step or 0) > 20 for r in run.state.ranks)"), 60)
+    return [psutil.Process(pid) for pid in kernel.value("[r.pid for r in run.state.ranks]")]
+
+
+def failure(kernel: Notebook) -> str:
+    """Return how the run failed, once it is over."""
+    wait_until(lambda: kernel.value("run.state.is_over"), 60)
+    assert kernel.value("run.state.status") == "failed"
+    return str(kernel.value("str(run.failure)"))
+
+
+def test_a_job_that_is_cancelled_is_named_and_the_kernel_continues(
+    cluster: SlurmCluster, start_kernel_in: Start
+) -> None:
+    with closing(cluster.job()) as job:
+        kernel = start_kernel_in(job)
+        ranks = start_training(kernel)
+        cluster.run("scancel", str(job.id))
+        assert f"the Slurm job {job.id} was cancelled (scancel)" in failure(kernel)
+        wait_until(lambda: all(map(is_gone, ranks)), 30)
+        out = kernel.run("%%distributed\n1", timeout=60)
+        assert f"the job {job.id}" in out.evalue
+
+
+def test_an_allocation_that_is_given_back_is_named(
+    cluster: SlurmCluster, start_kernel_in: Start
+) -> None:
+    with closing(cluster.job()) as job:
+        kernel = start_kernel_in(job)
+        ranks = start_training(kernel)
+        job.close()
+        assert f"the Slurm job {job.id} " in failure(kernel)
+        wait_until(lambda: all(map(is_gone, ranks)), 30)
+
+
+def test_a_lost_node_is_named_and_the_run_continues_from_its_checkpoint_on_the_other(
+    start_kernel_in: Start,
+) -> None:
+    with (
+        SlurmCluster(node_timeout_s=3, message_timeout_s=3) as cluster,
+        closing(cluster.job("--no-kill", time="10")) as job,
+    ):
+        kernel = start_kernel_in(job)
+        start_training(kernel, ", nodes=(1, 2), max_restarts=1")
+        cluster.kill_node("n2")
+        wait_until(lambda: kernel.value("run.state.attempt") == 2, 60)
+        assert "n2" in kernel.value("run.state.message")
+        wait_until(lambda: kernel.value("(run.state.ranks[0].step or 0) > 20"), 60)
+        assert kernel.value("[r.node for r in run.state.ranks if not r.is_over]") == ["n1"]
+        kernel.run("run.stop(); run.wait()")
+
+
+def test_a_step_of_others_that_ends_or_waits_is_no_matter(
+    cluster: SlurmCluster, start_kernel_in: Start
+) -> None:
+    """A kernel is often in a step itself, which has all CPUs and the memory of the job."""
+    with closing(cluster.job()) as job:
+        kernel = start_kernel_in(job)
+        kernel.run(
+            "import subprocess\n"
+            "step = subprocess.Popen(['srun', '-N2', '-n2', '--mem=0', 'sleep', '600'])"
+        )
+        wait_until(lambda: "sleep" in cluster.run("squeue", "--steps", "-h", "-o", "%j"), 30)
+        out = kernel.run("%%distributed --view none\nos.environ['RANK']", timeout=60)
+        assert not out.ename, out.traceback
+        kernel.run("step.terminate(); step.wait()")
+        out = kernel.run("%%distributed --view none\nos.environ['RANK']", timeout=60)
+        assert not out.ename, out.traceback
