@@ -60,7 +60,7 @@ class SlurmDriver(remote.Driver):
         Raises `LaunchError` if Slurm's commands cannot be used here.
         """
         self._job = job
-        names = await slurm_commands.expand_hosts(node_list)
+        names = await asyncio.to_thread(slurm_commands.expand_hosts, node_list)
         self._nodes = [Node(name, name, name) for name in names]
         self._listener = Listener("0.0.0.0")
         accept = partial(self._accept, self._listener, asyncio.get_running_loop())
@@ -72,8 +72,9 @@ class SlurmDriver(remote.Driver):
 
         Raises `LaunchError` if the job has ended.
         """
-        await slurm_commands.check_job(self._job)
-        down = await slurm_commands.find_down(node.name for node in self._nodes)
+        await asyncio.to_thread(slurm_commands.check_job, self._job)
+        names = [node.name for node in self._nodes]
+        down = await asyncio.to_thread(slurm_commands.find_down, names)
         return [node for node in self._nodes if node.name not in down]
 
     async def address(self) -> str:
@@ -172,7 +173,7 @@ class SlurmDriver(remote.Driver):
     async def _explain_end(self, name: str) -> str:
         """Return why the agent on a node has ended, and forget it."""
         self._links.pop(name, None)
-        return await slurm_commands.explain_end(self._job, name)
+        return await asyncio.to_thread(slurm_commands.explain_end, self._job, name)
 
     async def store_payload(self, path: str) -> None:
         """Send the ranks' payload to each node; keep it for nodes of a later attempt."""

@@ -5,11 +5,14 @@ The driver (`driver`) starts an agent (`agent`) on each node by ``srun --overlap
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from dataclasses import replace
 
 from ...engines.remote.engine import RemoteEngine
-from ...part_api import Finding, LaunchError, Plan, PlanError
+from ...part_api import Finding, LaunchError, Plan, PlanError, own_address
+from . import slurm_commands
 from .allocation import Allocation, read_allocation
 from .driver import SlurmDriver
 
@@ -71,9 +74,22 @@ class SlurmEngine(RemoteEngine):
         )
 
     def home_address(self, plan: Plan) -> str:
-        """Return this host's address, as the nodes of the job reach it."""
-        address: str = self._require_client().request(SlurmDriver.address)
-        return address
+        """Return this host's address on the way to the other nodes of the job.
+
+        Raises `PlanError` outside of a job, and `LaunchError` if Slurm does not answer.
+        """
+        allocation = read_allocation(os.environ)
+        if allocation is None:
+            raise PlanError(_NO_JOB)
+        addresses = slurm_commands.find_addresses(allocation.node_list)
+        others = [address for address in addresses if not _is_this_host(address)]
+        return own_address((others or addresses)[-1]) or "127.0.0.1"
+
+
+def _is_this_host(address: str) -> bool:
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(address) == own_address(address)
+    return False
 
 
 def _spread(ranks: int | None, nodes: int) -> tuple[int, int]:

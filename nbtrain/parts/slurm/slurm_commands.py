@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
@@ -30,57 +33,60 @@ _ENDS = {
 """What became of a job, by its state in Slurm."""
 
 
-async def _call(*command: str) -> str:
+def _call(*command: str) -> str:
     """Return what a command prints. Raises `LaunchError` if it fails."""
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_TIMEOUT_S,
         )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} does not answer: is Slurm's controller up?") from None
     except OSError as error:
         raise LaunchError(
             f"this process is in a Slurm job, but has no {command[0]} ({error.strerror}): put "
             "Slurm's commands on the PATH before the kernel starts"
         ) from error
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), COMMAND_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        raise LaunchError(f"{command[0]} does not answer: is Slurm's controller up?") from None
-    if process.returncode:
-        reason = shorten(err.decode("utf-8", "replace").strip(), 300)
+    if done.returncode:
+        reason = shorten(done.stderr.strip(), 300)
         raise LaunchError(f"`{' '.join(command)}` failed: {reason}")
-    return out.decode("utf-8", "replace").strip()
+    return done.stdout.strip()
 
 
-async def expand_hosts(node_list: str) -> list[str]:
+def expand_hosts(node_list: str) -> list[str]:
     """Return the names of nodes in Slurm's notation: ``n[1-2]``."""
-    return (await _call("scontrol", "show", "hostnames", node_list)).split()
+    return (_call("scontrol", "show", "hostnames", node_list)).split()
 
 
-async def _job_state(job: str) -> str:
+def find_addresses(node_list: str) -> list[str]:
+    """Return the address of each node, as Slurm knows it: a name or a number."""
+    shown = _call("scontrol", "--oneliner", "show", "node", node_list)
+    return re.findall(r" NodeAddr=(\S+)", shown)
+
+
+def _job_state(job: str) -> str:
     """Return the state of a job: ``RUNNING``; '' if Slurm no longer knows it."""
     with contextlib.suppress(LaunchError):
-        words = (await _call("scontrol", "--oneliner", "show", "job", job)).split()
+        words = (_call("scontrol", "--oneliner", "show", "job", job)).split()
         return next((w.partition("=")[2] for w in words if w.startswith("JobState=")), "")
     return ""
 
 
-async def check_job(job: str) -> None:
+def check_job(job: str) -> None:
     """Raise `LaunchError` if a job has ended."""
-    state = await _call("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
+    state = _call("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
     if state not in ("RUNNING", "SUSPENDED", "CONFIGURING"):
         raise LaunchError(f"the job {job} {_ENDS.get(state, 'has ended')}: get another (salloc)")
 
 
-async def find_down(names: Iterable[str]) -> set[str]:
+def find_down(names: Iterable[str]) -> set[str]:
     """Return which nodes Slurm reports as down."""
     nodes = f"--nodes={','.join(names)}"
-    listed = await _call("sinfo", "--noheader", "--Node", nodes, "--format=%N %T")
+    listed = _call("sinfo", "--noheader", "--Node", nodes, "--format=%N %T")
     pairs = (line.split() for line in listed.splitlines())
     return {name for name, state in pairs if state.endswith("*") or state.startswith(_LOST_STATES)}
 
@@ -138,15 +144,15 @@ def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
     return f"no process of nbtrain could be started on {', '.join(missing)}: {reason}"
 
 
-async def explain_end(job: str, name: str) -> str:
+def explain_end(job: str, name: str) -> str:
     """Return why nbtrain's process on a node of a job ended, for the ranks that ran there."""
-    state, seconds = await _job_state(job), 0.0
+    state, seconds = _job_state(job), 0.0
     while state == "COMPLETING" and seconds < COMPLETING_TIMEOUT_S:  # why comes after that
-        await asyncio.sleep(POLL_INTERVAL_S)
-        state, seconds = await _job_state(job), seconds + POLL_INTERVAL_S
+        time.sleep(POLL_INTERVAL_S)
+        state, seconds = _job_state(job), seconds + POLL_INTERVAL_S
     if state and state != "RUNNING":
         return f"the Slurm job {job} {_ENDS.get(state, state.lower())}"
     with contextlib.suppress(LaunchError):
-        if name in await find_down([name]):
+        if name in find_down([name]):
             return f"its node {name} was lost"
     return f"nbtrain's process on {name} ended"
