@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,10 @@ def main(order: Mapping[str, Any]) -> None:
     """Connect to the driver, and do what it requests until it closes the connection."""
     token, node = os.environ.pop(TOKEN), os.environ["SLURMD_NODENAME"]
     launcher = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+    # `sbatch --signal=USR1@60` sends it to all processes of a step, and it would end them. Those
+    # that are started here ignore it, too, unless the user's code handles it.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     channel = connect((launcher, order["port"]))
     channel.send({"token": token, "node": node, "launcher": launcher})
     agent = Agent(channel, own_address(launcher) or launcher)

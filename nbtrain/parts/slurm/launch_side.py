@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
-from ...part_api import Engine, Job, LaunchSide
+from ...part_api import Companion, Engine, Job, LaunchSide
 
 
 class SlurmLaunch(LaunchSide):
@@ -16,3 +17,14 @@ class SlurmLaunch(LaunchSide):
         if "SLURM_JOB_ID" not in os.environ or engine.runs_in_kernel:
             return job
         return replace(job, rank_sides=("slurm.rank_side:SlurmRank", *job.rank_sides))
+
+    def companion(
+        self, job: Job, engine: Engine, request_stop: Callable[[str], None]
+    ) -> Companion | None:
+        """Return what ends the run before the job's time limit; None outside of a job."""
+        slurm_job = os.environ.get("SLURM_JOB_ID", "")
+        if not slurm_job.isdecimal() or engine.runs_in_kernel or job.plan.takes_tasks:
+            return None
+        from .time_limit import TimeLimit
+
+        return TimeLimit(slurm_job, job.folder, request_stop)

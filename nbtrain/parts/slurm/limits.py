@@ -8,5 +8,13 @@ some of them."""
 COMMAND_TIMEOUT_S = 10.0
 """For a command of Slurm to answer. Its controller may be busy."""
 
+LIMIT_CHECK_INTERVAL_S = 60.0
+"""Between two readings of the job's time limit. Slurm itself checks it every 30 s, and minutes are
+its unit."""
+
+NOTICE_S = 60.0
+"""Before the time limit, the ranks save a checkpoint and stop; of a job with less than twice this
+time left at the start of a run, after half of it. Slurm ends a job up to 30 s late, never early."""
+
 COMPLETING_TIMEOUT_S = 5.0
 """For Slurm to report how a job ended, whose processes it is ending."""

@@ -68,6 +68,25 @@ def find_addresses(node_list: str) -> list[str]:
     return re.findall(r" NodeAddr=(\S+)", shown)
 
 
+def seconds_left(job: str) -> float | None:
+    """Return the time until a job's limit; None without a limit, or if the job has ended.
+
+    Raises `LaunchError` if Slurm does not answer.
+    """
+    return read_duration(_call("squeue", "--noheader", f"--jobs={job}", "--format=%L"))
+
+
+def read_duration(text: str) -> float | None:
+    """Return the seconds of Slurm's ``days-hours:minutes:seconds``; None for a word. Pure."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        return None
+    days, _, rest = text.rpartition("-")
+    seconds = 0
+    for part in rest.split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86400.0 * int(days or 0) + seconds
+
+
 def _job_state(job: str) -> str:
     """Return the state of a job: ``RUNNING``; '' if Slurm no longer knows it."""
     with contextlib.suppress(LaunchError):

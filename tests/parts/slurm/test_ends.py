@@ -108,3 +108,50 @@ def test_a_step_of_others_that_ends_or_waits_is_no_matter(
         kernel.run("step.terminate(); step.wait()")
         out = kernel.run("%%distributed --view none\nos.environ['RANK']", timeout=60)
         assert not out.ename, out.traceback
+
+
+STEERED = """
+def train(model):
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while True:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_before_the_time_limit_a_checkpoint_is_saved_and_the_run_ends(
+    nodes: int, cluster: SlurmCluster, start_kernel_in: Start
+) -> None:
+    with closing(cluster.job(nodes=nodes, time="1")) as job:
+        kernel = start_kernel_in(job)
+        kernel.run(STEERED)
+        kernel.run("model = torch.nn.Linear(4, 1)")
+        options = "num_processes=2, background=True, view='none'"
+        kernel.run(f"run = nbtrain.launch(train, model, {options})")
+        wait_until(lambda: kernel.value("run.state.is_over"), 80)
+        assert kernel.value("run.state.status") == "interrupted"
+        assert f"the Slurm job {job.id} reaches its time limit" in kernel.value("run.state.message")
+        assert "job-ends" in kernel.value("[each.code for each in run.state.findings]")
+        assert kernel.value("[p.name for p in run.folder.glob('checkpoints/kept/step-*')]")
+        assert cluster.run("squeue", "-h", "-j", str(job.id), "-o", "%T") == "RUNNING"
+
+
+def test_a_signal_that_the_user_has_slurm_send_ends_no_rank(
+    cluster: SlurmCluster, start_kernel_in: Start
+) -> None:
+    """`salloc --signal=USR1@60` sends it to every process of every step."""
+    with closing(cluster.job()) as job:
+        kernel = start_kernel_in(job)
+        start_training(kernel)
+        for name in ("USR1", "USR2"):
+            cluster.run("scancel", f"--signal={name}", str(job.id))
+        step = kernel.value("run.state.ranks[1].step")
+        wait_until(lambda: kernel.value("run.state.ranks[1].step") > step + 50, 60)
+        kernel.run("run.stop(); run.wait()")

@@ -1,0 +1,110 @@
+"""Ends a run before the time limit of its Slurm job, with a checkpoint where one can be saved."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ...part_api import (
+    LOGGER,
+    Companion,
+    Finding,
+    LaunchError,
+    Run,
+    RunFolder,
+    RunState,
+    clock,
+    format_duration,
+    load_provided,
+)
+from ...part_api import events as ev
+from ...tracking.overview.run_progress import estimate_run
+from . import slurm_commands
+from .limits import LIMIT_CHECK_INTERVAL_S, NOTICE_S
+
+
+class TimeLimit(Companion):
+    """Shows when the job ends, and stops the run before that.
+
+    Slurm would end all processes at once, without a chance to save. The limit is read again and
+    again, because it can be changed.
+    """
+
+    def __init__(self, job: str, folder: RunFolder, request_stop: Callable[[str], None]) -> None:
+        self._job, self._folder, self._request_stop = job, folder, request_stop
+        self._ends: float | None = None  # by the monotonic clock
+        self._notice_s = NOTICE_S
+        self._is_over, self._is_saved = threading.Event(), threading.Event()
+        self._is_ending = False
+        self._codes: set[str] = set()
+        self._next_estimate = 0.0
+        self._news: list[ev.Event] = []
+        threading.Thread(target=self._follow, name="nbtrain-slurm", daemon=True).start()
+
+    def _follow(self) -> None:
+        """Read the time limit until the run is over: the body of a thread."""
+        while True:
+            with contextlib.suppress(LaunchError):  # the controller is busy or away
+                left_s = slurm_commands.seconds_left(self._job)
+                self._ends = None if left_s is None else time.monotonic() + left_s
+            if self._is_over.wait(LIMIT_CHECK_INTERVAL_S):
+                return
+
+    def attend(self, state: RunState) -> float:
+        """Show what is left of the job's time, and end the run when little is."""
+        if self._ends is None or state.is_over:
+            return math.inf
+        left_s = self._ends - time.monotonic()
+        if not self._codes:
+            self._notice_s = min(NOTICE_S, left_s / 2)
+            at = time.strftime("%H:%M", time.localtime(time.time() + left_s))
+            text = f"The Slurm job {self._job} ends at {at}, in {format_duration(left_s)}."
+            self._note("job-ends", text)
+        self._compare_estimate(state, left_s)
+        if left_s <= self._notice_s and not self._is_ending:
+            self._is_ending = True
+            threading.Thread(target=self._keep, name="nbtrain-keep", daemon=True).start()
+        if self._is_ending and (self._is_saved.is_set() or left_s < self._notice_s / 3):
+            self._request_stop(f"because the Slurm job {self._job} reaches its time limit")
+        return math.inf
+
+    def _compare_estimate(self, state: RunState, left_s: float) -> None:
+        """Note once that the training needs longer than the job lasts."""
+        now = time.monotonic()
+        if now < self._next_estimate or "job-too-short" in self._codes:
+            return
+        self._next_estimate = now + LIMIT_CHECK_INTERVAL_S
+        needed_s = estimate_run(state, clock.now()).remaining
+        if needed_s is not None and needed_s > left_s:
+            self._note(
+                "job-too-short",
+                f"At this speed the training needs {format_duration(needed_s)} more, and the Slurm "
+                f"job {self._job} ends in {format_duration(left_s)}. nbtrain saves a checkpoint "
+                "before that, where it can (start_from).",
+            )
+
+    def _note(self, code: str, text: str) -> None:
+        self._codes.add(code)
+        self._news.append(ev.RunNote.of(Finding(code, text)))
+
+    def _keep(self) -> None:
+        """Have the ranks save a checkpoint, if the run can be steered: the body of a thread."""
+        try:
+            keep = load_provided("steering", "keep", "a checkpoint before the time limit")
+            keep(Run.open(self._folder.path), "time limit", "before the time limit of the job")
+        except Exception as error:  # the run ends without one
+            LOGGER.info("no checkpoint before the time limit: %s", error)
+        self._is_saved.set()
+
+    def notes(self) -> Sequence[ev.Event]:
+        """Return what was noted since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> Sequence[ev.Event]:
+        """Stop to follow the job."""
+        self._is_over.set()
+        return self.notes()
