@@ -108,6 +108,7 @@ SEARCHED = {
     "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "
     "automation, JSON, exit code",
     "guides/ray": "Ray, cluster, autoscaler",
+    "guides/slurm": "Slurm, salloc, srun, sbatch, squeue, HPC, cluster, time limit, allocation",
     "guides/several-nodes": "multi-node, several nodes, several machines, two machines, nodes",
     "guides/export": "script, torchrun, export",
     "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "

@@ -146,6 +146,7 @@ TESTED_TOGETHER = {
     "parts/live/*": "parts/live/test_live_ranks.py",  # a kernel, cell by cell
     "parts/memory/*": "parts/memory/test_memory.py",  # estimates against real allocations
     "parts/ray/*": "parts/ray/cluster/test_engine.py",  # a real Ray
+    "parts/slurm/*": "parts/slurm/test_engine.py",  # a real Slurm
     "parts/scaling/*": "parts/scaling/test_scaling.py",
     "parts/steering/*": "parts/steering/test_finish.py",  # whole trainings
     "parts/tpu/rank_side": "parts/tpu/test_xla_telemetry.py",

@@ -31,6 +31,8 @@ class DriverClient:
 
     def __init__(self, driver: type[Driver]) -> None:
         self._cluster = driver.cluster
+        self.environment = dict(os.environ)
+        """That of this process when the driver started, which the driver has."""
         launcher_end, driver_end = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         order = {"path": [p for p in sys.path if p], "socket": driver_end.fileno()}
@@ -60,6 +62,10 @@ class DriverClient:
         """Its kind: an answer, or a refusal."""
         self.cause: object = None
         """What it was started for: only a launch with the same cause can use it again."""
+
+    def changed_variables(self) -> dict[str, str]:
+        """Return the variables of this process that are not the driver's, or have other values."""
+        return {n: v for n, v in os.environ.items() if self.environment.get(n) != v}
 
     def request(self, method: Method[D, P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the driver; return its answer. Raises `LaunchError` for a refusal."""

@@ -35,7 +35,7 @@ class _OwnCluster:
     """That of this kernel, for its next launch."""
 
     def __init__(self) -> None:
-        self.pid, self.environment = os.getpid(), dict(os.environ)
+        self.pid = os.getpid()
         self._client = DriverClient(RayDriver)
         try:
             self._client.request(RayDriver.connect, "local", None)
@@ -44,10 +44,7 @@ class _OwnCluster:
             self._client.close_and_reap()
             raise
         self.close_and_reap = self._client.close_and_reap
-
-    def changes(self) -> dict[str, str]:
-        """Return the variables of the environment that its processes have otherwise, or not."""
-        return {n: v for n, v in os.environ.items() if self.environment.get(n) != v}
+        self.changes = self._client.changed_variables
 
     def is_usable(self) -> bool:
         """Ask the driver for its nodes, and return whether this process can use the cluster.
@@ -56,7 +53,7 @@ class _OwnCluster:
         variables of the environment.
         """
         is_same = not any(map(_is_read_at_start, self.changes()))
-        has_all = self.environment.keys() <= os.environ.keys()
+        has_all = self._client.environment.keys() <= os.environ.keys()
         if self.pid == os.getpid() and is_same and has_all:
             with contextlib.suppress(LaunchError):  # Ray or its driver has died
                 self._client.send(RayDriver.nodes)

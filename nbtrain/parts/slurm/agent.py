@@ -22,7 +22,7 @@ from ...engines.remote.nodes import describe_host
 from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
 
 TOKEN = "NBTRAIN_AGENT_TOKEN"
-"""The variable with which an agent shows the driver that it is one of its own."""
+"""The variable with the secret by which the driver recognises its agents."""
 
 _CALLS_AT_ONCE = 16
 
@@ -76,7 +76,7 @@ class Agent:
             is_raised, value = True, error
         head = {"answer": message["request"], "is_file": is_file, "is_raised": is_raised}
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            file: Any = value if is_file else pickled(value)
+            file: Any = value if is_file else pickle_to_file(value)
             opened = stack.enter_context(file)
             self._channel.send(head, opened.fileno())
 
@@ -106,7 +106,7 @@ class Agent:
             ranks.close()
 
 
-def pickled(value: Any) -> IO[bytes]:
+def pickle_to_file(value: Any) -> IO[bytes]:
     """Return a file in memory with a value. An exception that cannot be sent is named in another.
 
     The caller closes the file.

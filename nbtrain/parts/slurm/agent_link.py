@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 from ...engines.remote.node_ranks import NodeOrder
 from ...engines.remote.nodes import Link, Method, NodeLost, RemoteError
 from ...part_api import Channel
-from .agent import pickled, read_descriptor
+from .agent import pickle_to_file, read_descriptor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class AgentLink(Link):
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
         try:
-            with pickled((args, kwargs)) as file:
+            with pickle_to_file((args, kwargs)) as file:
                 await self._send({"method": method, "request": number}, file.fileno())
             is_raised, value = await answer
         except EOFError as error:

@@ -1,4 +1,4 @@
-"""What the environment says about the Slurm job that this process runs in."""
+"""Reads from the environment in which Slurm job this process runs."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ class SlurmDriver(remote.Driver):
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         super().__init__(connection)
-        self._job = ""
+        self._job, self._path = "", list[str]()
         self._nodes: list[Node] = []
         self._listener: Listener | None = None
         self._token = secrets.token_hex(16)
@@ -54,12 +53,12 @@ class SlurmDriver(remote.Driver):
         self._payload: IO[bytes] | None = None
         self._placed: list[PlacedNode] = []
 
-    async def connect(self, job: str, node_list: str) -> list[Node]:
-        """Prepare to start agents in a job; return its nodes.
+    async def connect(self, job: str, node_list: str, path: list[str]) -> list[Node]:
+        """Prepare to start agents in a job, with a `sys.path`; return the job's nodes.
 
         Raises `LaunchError` if Slurm's commands cannot be used here.
         """
-        self._job = job
+        self._job, self._path = job, path
         names = await asyncio.to_thread(slurm_commands.expand_hosts, node_list)
         self._nodes = [Node(name, name, name) for name in names]
         self._listener = Listener("0.0.0.0")
@@ -105,11 +104,15 @@ class SlurmDriver(remote.Driver):
             self._awaited[name].set_result(None)
 
     async def place(self, request: NodeRequest) -> list[str]:
-        """Start an agent on each node that has none; return the notes about them."""
+        """Start agents on the nodes without one; return the notes about them."""
         self._request = request
         return await self._place(request, again=False)
 
     async def _place(self, request: NodeRequest, *, again: bool) -> list[str]:
+        """Have an agent on each node of the run; return the notes about the nodes.
+
+        Raises `LaunchError` if too few nodes are left, or one cannot run the ranks.
+        """
         (least, most), nodes = request.nodes, await self.nodes()
         if len(nodes) < least:
             lost = sorted({n.name for n in self._nodes} - {n.name for n in nodes})
@@ -145,7 +148,7 @@ class SlurmDriver(remote.Driver):
         if not names:
             return
         assert self._listener is not None
-        order = {"path": [p for p in sys.path if p], "port": self._listener.address[1]}
+        order = {"path": self._path, "port": self._listener.address[1]}
         command = interpreter_command(agent.__name__, order)
         with tempfile.TemporaryFile() as output:
             step = await slurm_commands.start_step(

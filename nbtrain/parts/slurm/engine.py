@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from dataclasses import replace
 
 from ...engines.remote.engine import RemoteEngine
 from ...part_api import Finding, LaunchError, Plan, PlanError, own_address
 from . import slurm_commands
-from .allocation import Allocation, read_allocation
+from .allocation import Allocation, is_of_slurm, read_allocation
 from .driver import SlurmDriver
 
 _NO_JOB = (
@@ -65,13 +66,17 @@ class SlurmEngine(RemoteEngine):
 
     def _find_nodes(self, allocation: Allocation) -> list[object]:
         """Return the nodes of the job that are up, by a driver that may be the last run's."""
-        cause = allocation, {n: v for n, v in os.environ.items() if _is_read_at_start(n)}
-        return self._join(
+        path = [folder or os.getcwd() for folder in sys.path]  # "" is the notebook's folder
+        cause = allocation, path, {n: v for n, v in os.environ.items() if _is_read_at_start(n)}
+        nodes = self._join(
             cause,
             lambda client: client.request(
-                SlurmDriver.connect, allocation.job, allocation.node_list
+                SlurmDriver.connect, allocation.job, allocation.node_list, path
             ),
         )
+        changed = self._require_client().changed_variables()
+        self._environment = {n: v for n, v in changed.items() if not is_of_slurm(n)}
+        return nodes
 
     def home_address(self, plan: Plan) -> str:
         """Return this host's address on the way to the other nodes of the job.
@@ -93,7 +98,7 @@ def _is_this_host(address: str) -> bool:
 
 
 def _spread(ranks: int | None, nodes: int) -> tuple[int, int]:
-    """Return on how many nodes so many ranks are spread: as many as share them equally."""
+    """Return the number of nodes for some ranks, twice: the most that share them equally."""
     most = max(n for n in range(1, nodes + 1) if ranks is None or ranks % n == 0)
     return most, most
 

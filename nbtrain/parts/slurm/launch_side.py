@@ -21,7 +21,7 @@ class SlurmLaunch(LaunchSide):
     def companion(
         self, job: Job, engine: Engine, request_stop: Callable[[str], None]
     ) -> Companion | None:
-        """Return what ends the run before the job's time limit; None outside of a job."""
+        """Return what ends the run before the job's time limit, in a job."""
         slurm_job = os.environ.get("SLURM_JOB_ID", "")
         if not slurm_job.isdecimal() or engine.runs_in_kernel or job.plan.takes_tasks:
             return None

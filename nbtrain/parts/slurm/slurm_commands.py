@@ -16,8 +16,8 @@ from .allocation import JOB_VARIABLES, is_of_slurm
 from .limits import COMMAND_TIMEOUT_S, COMPLETING_TIMEOUT_S
 
 _LOST_STATES = ("down", "fail", "powered_down", "unknown")
-"""States of a node on which no step can start, as any state with a `*`: it does not respond.
-Drained nodes keep the jobs that they have."""
+"""No step can start on a node in these states, or with a `*`: it does not respond. Drained nodes
+keep their jobs."""
 
 _ENDS = {
     "CANCELLED": "was cancelled (scancel)",
@@ -68,8 +68,8 @@ def find_addresses(node_list: str) -> list[str]:
     return re.findall(r" NodeAddr=(\S+)", shown)
 
 
-def seconds_left(job: str) -> float | None:
-    """Return the time until a job's limit; None without a limit, or if the job has ended.
+def read_time_left(job: str) -> float | None:
+    """Return the seconds until a job's limit, if it has one and runs.
 
     Raises `LaunchError` if Slurm does not answer.
     """
@@ -77,7 +77,7 @@ def seconds_left(job: str) -> float | None:
 
 
 def read_duration(text: str) -> float | None:
-    """Return the seconds of Slurm's ``days-hours:minutes:seconds``; None for a word. Pure."""
+    """Return the seconds of Slurm's ``days-hours:minutes:seconds``, unless it is a word. Pure."""
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         return None
     days, _, rest = text.rpartition("-")

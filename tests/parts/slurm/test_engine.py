@@ -138,6 +138,14 @@ def test_an_interrupt_of_the_cell_stops_the_ranks_and_agents_stay(notebook: Note
     assert notebook.value("[each[0] for each in nbtrain.last_run().results]") == agents
 
 
+def test_ranks_have_the_variables_of_the_kernel_at_each_launch(notebook: Notebook) -> None:
+    for value in ("first", "second"):
+        notebook.run(f"os.environ['NBTRAIN_TEST_VALUE'] = {value!r}")
+        cell = "%%distributed --view none\nos.environ.get('NBTRAIN_TEST_VALUE')"
+        notebook.run(cell, timeout=60)
+        assert notebook.value("nbtrain.last_run().results") == [value] * 4
+
+
 def agent_of(rank_pid: int) -> psutil.Process:
     """Return nbtrain's process on the node of a rank: slurmstepd started it."""
     for process in psutil.Process(rank_pid).parents():
@@ -251,3 +259,24 @@ def test_nothing_is_left_when_the_kernel_is_killed(
 def _steps(cluster: SlurmCluster, job: Job) -> list[str]:
     listed = cluster.run("squeue", "--steps", f"--jobs={job.id}", "--noheader", "--format=%j")
     return [name for name in listed.split() if name == "nbtrain"]
+
+
+def test_a_module_beside_the_notebook_is_there_and_one_that_a_node_lacks_is_named(
+    notebook: Notebook,
+) -> None:
+    notebook.run(
+        "open('beside_it.py', 'w').write('def answer():\\n    return 42\\n')\nimport beside_it\n"
+        "open('data.txt', 'w').write('data')"
+    )
+    cell = "%%distributed --view none\nbeside_it.answer(), open('data.txt').read()"
+    out = notebook.run(cell, timeout=60)
+    assert not out.ename, out.traceback
+    assert [tuple(each) for each in notebook.value("nbtrain.last_run().results")] == [
+        (42, "data")
+    ] * 4
+    notebook.run(
+        "open('beside_it.py', 'w').write('def answer():\\n    return 43000\\n')\n"
+        "import importlib; importlib.reload(beside_it)"
+    )
+    notebook.run(cell, timeout=60)
+    assert notebook.value("nbtrain.last_run().results")[0][0] == 43000
