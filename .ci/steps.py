@@ -239,12 +239,13 @@ python tests/tools/check_site.py artifacts/site
     ),
     Step(
         "colab",
-        "Colab's IPython, ipykernel and ipywidgets: magics, failures, results",
+        "Colab's Python, IPython, ipykernel and ipywidgets: magics, failures, results, finish",
         """
-enter colab
+enter colab 3.12
 pins=tests/requirements/colab.txt
 install "torch==2.13.*" -e ".[test]"
-tests -n 2 tests/commands/test_magics.py tests/end_to_end/test_failures.py
+tests -n 2 tests/commands/test_magics.py tests/end_to_end/test_failures.py \
+    tests/parts/steering/test_finish.py
 """,
         needs=("uv",),
     ),
@@ -307,7 +308,8 @@ tests -n 4 -m "not slow and not timing" \
     tests/end_to_end/test_failures.py tests/end_to_end/test_kernel_health.py \
     tests/worker/observers/test_reports.py tests/worker/observers/test_loss.py \
     tests/worker/observers/test_data_loading.py tests/transport/weights/test_sender.py \
-    tests/transport
+    tests/transport tests/parts/steering/test_finish.py tests/parts/steering/test_turn.py \
+    tests/parts/steering/test_peek.py tests/parts/steering/test_keep.py
 {last}""",
             needs=("wheel",),
             limit=3600,

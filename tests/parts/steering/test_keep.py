@@ -90,6 +90,7 @@ def test_a_trainer_saves_beside_its_own_checkpoints(tmp_path: Path) -> None:
 
 
 def test_lightning_saves_at_the_end_of_the_batch() -> None:
+    pytest.importorskip("lightning")
     make, fit, _ = TRAININGS["lightning"]
     module = make()
     run = launch(train, fit, module, "", n=2, background=True)

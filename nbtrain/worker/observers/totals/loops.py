@@ -97,13 +97,22 @@ def ends_with_loader(frame: FrameType) -> bool:
     which would raise `StopIteration`, and within a ``while`` loop, which may count steps.
     """
     frames = list(_frames(frame))
-    user = next(iter(frames), None)
-    if user is not None and not is_library(user.f_code.co_filename):
-        operation = dis.opname[user.f_code.co_code[user.f_lasti]]
-        if operation not in ("FOR_ITER", "SEND", "YIELD_FROM"):
-            return False
+    if frames and not is_library(frames[0].f_code.co_filename) and not _is_for(frames[0]):
+        return False
     loops = (each for around in frames for each in _enclosing(around) or ())
     return not any(_is_endless(each) and not _is_retry_loop(each) for each in loops)
+
+
+def _is_for(frame: FrameType) -> bool:
+    """Return whether a frame is at a ``for`` or ``yield from``, and not at a call such as ``next``.
+
+    A loop over a generator gets faster after some rounds (``FOR_ITER_GEN``, Python 3.12). Then its
+    frame is in the cache behind that operation.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    while dis.opname[code[at]] == "CACHE":
+        at -= 2
+    return dis.opname[code[at]] in ("FOR_ITER", "SEND", "YIELD_FROM")
 
 
 def _is_endless(statement: Statement) -> bool:
