@@ -278,6 +278,17 @@ tests tests/parts/ray/cluster/test_engine.py -k "weights_come_home or cells_line
 """,
         needs=("environment",),
     ),
+    Step(
+        "slurm",
+        "a Slurm of two nodes on this machine: training, a failure",
+        """
+enter all
+slurm
+tests tests/parts/slurm/test_engine.py -k "weights_come_home or cells_line"
+""",
+        needs=("environment",),
+        limit=400,
+    ),
     # What follows is in the full list only.
     Step(
         "binder",
@@ -405,12 +416,12 @@ tests tests/parts/ray/cluster -rs
         limit=1800,
     ),
     Step(
-        "slurm",
+        "slurm-whole",
         "Slurm: clusters of several nodes on this machine",
         """
 enter all
 slurm
-tests -n 2 -m slurm tests/parts/slurm -rs
+tests -n 2 -m "slow or not slow" tests/parts/slurm -rs
 """,
         needs=("environment",),
         limit=1800,
@@ -600,5 +611,6 @@ GATE = (
     "oldest",
     "browser",
     "ray",
+    "slurm",
 )
 FULL = tuple(step.name for step in STEPS if step.name != "newest")
