@@ -542,6 +542,16 @@ class Waiting(Event):
     text: str = ""
 
 
+@dataclass(frozen=True)
+class Deadline(Event):
+    """When something other than the run ends it, such as the time limit of a cluster's job."""
+
+    ends: float = 0.0
+    """Seconds since 1970, as `time`."""
+    whose: str = ""
+    """What has the limit: ``the Slurm job 12``."""
+
+
 ABANDONED = "abandoned"
 """The code of a run that ended with its kernel or by a signal, and not at the user's request."""
 

@@ -184,6 +184,10 @@ def _reduce_steered(state: RunState, event: ev.Steered) -> Changes:
     return new if is_second else {**new, "message": text}
 
 
+def _reduce_deadline(state: RunState, event: ev.Deadline) -> Changes:
+    return {"deadline": replace(event, whose=_shorten_name(event.whose))}
+
+
 RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {
     ev.Hang: _reduce_hang,
     ev.Attempt: _reduce_attempt,
@@ -191,6 +195,7 @@ RUN_REDUCERS: Mapping[type[ev.Event], Callable[[RunState, Any], Changes]] = {
     ev.Finished: _reduce_finished,
     ev.Waiting: lambda _, e: {"message": strip_escapes(e.text)},
     ev.RunNote: _reduce_run_note,
+    ev.Deadline: _reduce_deadline,
     ev.Steered: _reduce_steered,
     ev.NotFinite: _reduce_not_finite,
     ev.ArtifactLoaded: _reduce_artifact_loaded,

@@ -441,6 +441,8 @@ class RunState:
     """Why the result is wrong, in a few words each."""
     not_finite: ev.NotFinite | None = None
     """The first loss of any rank that was not finite."""
+    deadline: ev.Deadline | None = None
+    """When something other than the run ends it."""
     steered: tuple[ev.Steered, ...] = ()
     """The user's requests to steer the training, in their order."""
     number: int | None = None

@@ -225,7 +225,19 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     parts.append(whole_seconds(passed) if brief and not state.is_over else format_duration(passed))
     is_slow = any(rank.hang == "slow?" for rank in state.ranks)
     left = "" if brief or (state.hang and not is_slow) else time_left(state, now)
-    return " · ".join(filter(None, [*parts, left]))
+    return " · ".join(filter(None, [*parts, left, describe_deadline(state, now)]))
+
+
+def describe_deadline(state: RunState, now: float) -> str:
+    """Return when something else ends the run: ``the Slurm job 12 ends in 2 h 5 min``.
+
+    "" without such a limit, and after the run.
+    """
+    if state.deadline is None or state.is_over:
+        return ""
+    hours, minutes = divmod(max(0, int(state.deadline.ends - now)) // 60, 60)
+    left = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    return f"{state.deadline.whose} ends in {left}"
 
 
 def whole_seconds(seconds: float) -> str:

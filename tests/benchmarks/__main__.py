@@ -52,6 +52,9 @@ live_board  cores of the kernel that a live board takes over the same run withou
 live    ms that an empty cell on live ranks takes beyond the kernel's own, and next to ipyparallel's
         ``%%px`` (pip install ipyparallel; its engines on this host), at 2 and 8 ranks; a tensor of
         10 MB pushed and pulled; the CPU that idle ranks take.
+slurm   s from the call to the end of rank 0's first step on two nodes of a Slurm job, at the first
+        launch of a kernel and at later ones, next to `srun --overlap … torchrun` and the same loop;
+        ms until a logged value is in the launcher's state (needs Slurm: tests/support/slurm.py).
 home    ms until a model of 1 GB, from the file that its rank left, is in the notebook's, next to
         safetensors' own load_model of that file; the kernel's memory at its highest meanwhile, less
         what it was without the model, next to the model's; a whole run with and without it.
@@ -82,6 +85,7 @@ import peers
 import picture
 import refusal
 import scale_cluster
+import slurm_job
 import steering
 import steps
 import telemetry
@@ -103,6 +107,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "home": homecoming.rows,
     "cluster": cluster.rows,
     "scale": scale_cluster.rows,
+    "slurm": slurm_job.rows,
 }
 
 

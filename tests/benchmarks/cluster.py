@@ -138,7 +138,7 @@ def _looking(look: Callable[[Any, float], None]) -> Iterator[None]:
 
 
 def _engine(name: str) -> dict[str, Any]:
-    return {"engine": name, **ENGINES[name]}
+    return {"engine": name, **ENGINES.get(name, {"nodes": NODES})}
 
 
 # From the call to the first step, and from a SIGKILL to its report

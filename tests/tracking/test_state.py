@@ -216,3 +216,12 @@ def test_what_comes_home_is_told_with_how_far_it_has_come() -> None:
     scores = [ev.ArtifactSaved(101, rank, "scores", "value", 0, 600) for rank in (0, 1)]
     ended = [ev.Finished(102, -1, "succeeded"), ev.ArtifactLoaded(103, -1, "scores")]
     assert told(fold(picture(), scores + ended)) == ["scores: value from ranks 0–1 (1 KiB)"]
+
+
+def test_a_limit_of_the_host_is_shown_until_the_run_is_over() -> None:
+    state = fold(picture(), [ev.Deadline(100.0, -1, 100.0 + 7_559.0, "the Slurm job 12")])
+    assert run_texts.facts(state, 100.0).endswith("the Slurm job 12 ends in 2 h 5 min")
+    assert run_texts.facts(state, 7_000.0).endswith("the Slurm job 12 ends in 10 min")
+    assert run_texts.facts(state, 9_000.0).endswith("the Slurm job 12 ends in 0 min")
+    over = fold(state, [ev.Finished(104, -1, "succeeded", "")])
+    assert "Slurm" not in run_texts.facts(over, 105.0)

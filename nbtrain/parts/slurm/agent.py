@@ -56,7 +56,8 @@ class Agent:
     def serve(self) -> None:
         """Serve requests until the connection ends."""
         threading.Thread(target=_import_ahead, daemon=True).start()
-        with ThreadPoolExecutor(_CALLS_AT_ONCE) as pool, contextlib.suppress(EOFError):
+        pool = ThreadPoolExecutor(_CALLS_AT_ONCE)  # at the end, nothing waits for its calls
+        with contextlib.suppress(EOFError):
             while True:
                 message, descriptor = self._channel.receive()
                 data = b"" if descriptor is None else read_descriptor(descriptor)

@@ -76,10 +76,6 @@ class SlurmDriver(remote.Driver):
         down = await asyncio.to_thread(slurm_commands.find_down, names)
         return [node for node in self._nodes if node.name not in down]
 
-    async def address(self) -> str:
-        """Return this host's address, as the nodes reach it; '' before `place`."""
-        return self._launcher
-
     def _accept(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
         """Accept agents as long as the process lives: the body of a thread."""
         while True:
@@ -87,15 +83,19 @@ class SlurmDriver(remote.Driver):
                 channel = listener.accept(3600.0)
             except OSError:  # closed
                 return
-            if channel is None:
-                continue
-            with contextlib.suppress(EOFError, KeyError):  # something else that connected
-                hello, _ = channel.receive()
-                if secrets.compare_digest(str(hello["token"]), self._token):
-                    channel.trust()
-                    loop.call_soon_threadsafe(self._add_agent, hello, channel)
-                    continue
-            channel.close()
+            if channel is not None:  # each in a thread: a stranger may connect, and send nothing
+                greet = partial(self._greet, channel, loop)
+                threading.Thread(target=greet, daemon=True).start()
+
+    def _greet(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
+        """Read the first message of what has connected, and add it if it is an agent."""
+        with contextlib.suppress(EOFError, KeyError):
+            hello, _ = channel.receive()
+            if secrets.compare_digest(str(hello["token"]), self._token):
+                channel.trust()
+                loop.call_soon_threadsafe(self._add_agent, hello, channel)
+                return
+        channel.close()
 
     def _add_agent(self, hello: Mapping[str, Any], channel: Channel) -> None:
         name, self._launcher = hello["node"], hello["launcher"]

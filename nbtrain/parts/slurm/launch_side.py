@@ -23,7 +23,7 @@ class SlurmLaunch(LaunchSide):
     ) -> Companion | None:
         """Return what ends the run before the job's time limit, in a job."""
         slurm_job = os.environ.get("SLURM_JOB_ID", "")
-        if not slurm_job.isdecimal() or engine.runs_in_kernel or job.plan.takes_tasks:
+        if not slurm_job.isdecimal() or engine.runs_in_kernel or engine.ranks_stay:
             return None
         from .time_limit import TimeLimit
 

@@ -39,7 +39,8 @@ class TimeLimit(Companion):
         self._notice_s = NOTICE_S
         self._is_over, self._is_saved = threading.Event(), threading.Event()
         self._is_ending = False
-        self._codes: set[str] = set()
+        self._shown: float | None = None
+        self._has_warned = False
         self._next_estimate = 0.0
         self._news: list[ev.Event] = []
         threading.Thread(target=self._follow, name="nbtrain-slurm", daemon=True).start()
@@ -58,11 +59,12 @@ class TimeLimit(Companion):
         if self._ends is None or state.is_over:
             return math.inf
         left_s = self._ends - time.monotonic()
-        if not self._codes:
+        if self._shown is None:
             self._notice_s = min(NOTICE_S, left_s / 2)
-            at = time.strftime("%H:%M", time.localtime(time.time() + left_s))
-            text = f"The Slurm job {self._job} ends at {at}, in {format_duration(left_s)}."
-            self._note("job-ends", text)
+        if abs(self._ends - (self._shown or 0.0)) > 10:  # Slurm gives whole seconds
+            self._shown = self._ends
+            now = clock.now()
+            self._news.append(ev.Deadline(now, -1, now + left_s, f"the Slurm job {self._job}"))
         self._compare_estimate(state, left_s)
         if left_s <= self._notice_s and not self._is_ending:
             self._is_ending = True
@@ -74,21 +76,18 @@ class TimeLimit(Companion):
     def _compare_estimate(self, state: RunState, left_s: float) -> None:
         """Note once that the training needs longer than the job lasts."""
         now = time.monotonic()
-        if now < self._next_estimate or "job-too-short" in self._codes:
+        if now < self._next_estimate or self._has_warned:
             return
         self._next_estimate = now + LIMIT_CHECK_INTERVAL_S
         needed_s = estimate_run(state, clock.now()).remaining
         if needed_s is not None and needed_s > left_s:
-            self._note(
-                "job-too-short",
+            self._has_warned = True
+            text = (
                 f"At this speed the training needs {format_duration(needed_s)} more, and the Slurm "
                 f"job {self._job} ends in {format_duration(left_s)}. nbtrain saves a checkpoint "
-                "before that, where it can (start_from).",
+                "before that, where it can (start_from)."
             )
-
-    def _note(self, code: str, text: str) -> None:
-        self._codes.add(code)
-        self._news.append(ev.RunNote.of(Finding(code, text)))
+            self._news.append(ev.RunNote.of(Finding("job-too-short", text)))
 
     def _keep(self) -> None:
         """Have the ranks save a checkpoint, if the run can be steered: the body of a thread."""

@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernel import Notebook
-from tests.support.slurm import MISSING, Job, SlurmCluster, find_slurm
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs Slurm where it is not installed."""
-    is_missing = find_slurm() is None
-    for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.timeout(240))
-            if is_missing:
-                item.add_marker(pytest.mark.skip(reason=MISSING))
+from tests.support.slurm import Job, SlurmCluster
 
 
 @pytest.fixture(scope="module")

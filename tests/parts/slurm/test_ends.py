@@ -138,7 +138,7 @@ def test_before_the_time_limit_a_checkpoint_is_saved_and_the_run_ends(
         wait_until(lambda: kernel.value("run.state.is_over"), 80)
         assert kernel.value("run.state.status") == "interrupted"
         assert f"the Slurm job {job.id} reaches its time limit" in kernel.value("run.state.message")
-        assert "job-ends" in kernel.value("[each.code for each in run.state.findings]")
+        assert kernel.value("run.state.deadline.whose") == f"the Slurm job {job.id}"
         assert kernel.value("[p.name for p in run.folder.glob('checkpoints/kept/step-*')]")
         assert cluster.run("squeue", "-h", "-j", str(job.id), "-o", "%T") == "RUNNING"
 
