@@ -44,6 +44,7 @@ class SlurmDriver(remote.Driver):
         self._token = secrets.token_hex(16)
         self._awaited: dict[str, asyncio.Future[None]] = {}
         """The nodes whose agents are starting."""
+        self._starting: asyncio.Task[None] | None = None
         self._links: dict[str, AgentLink] = {}
         """The agents that have connected, by the names of their nodes."""
         self._launcher = ""
@@ -53,8 +54,10 @@ class SlurmDriver(remote.Driver):
         self._payload: IO[bytes] | None = None
         self._placed: list[PlacedNode] = []
 
-    async def connect(self, job: str, node_list: str, path: list[str]) -> list[Node]:
-        """Prepare to start agents in a job, with a `sys.path`; return the job's nodes.
+    async def connect(self, job: str, node_list: str, path: list[str], most: int) -> list[Node]:
+        """Begin to start agents in a job, with a `sys.path`; return the job's nodes that are up.
+
+        They start on up to `most` nodes, while the launcher checks the plan.
 
         Raises `LaunchError` if Slurm's commands cannot be used here.
         """
@@ -64,7 +67,9 @@ class SlurmDriver(remote.Driver):
         self._listener = Listener("0.0.0.0")
         accept = partial(self._accept, self._listener, asyncio.get_running_loop())
         threading.Thread(target=accept, name="nbtrain-agents", daemon=True).start()
-        return await self.nodes()
+        nodes = await self.nodes()
+        self._starting = asyncio.create_task(self._start_agents([n.name for n in nodes[:most]]))
+        return nodes
 
     async def nodes(self) -> list[Node]:
         """Return the nodes of the job that Slurm does not report as down.
@@ -113,6 +118,9 @@ class SlurmDriver(remote.Driver):
 
         Raises `LaunchError` if too few nodes are left, or one cannot run the ranks.
         """
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            await starting
         (least, most), nodes = request.nodes, await self.nodes()
         if len(nodes) < least:
             lost = sorted({n.name for n in self._nodes} - {n.name for n in nodes})

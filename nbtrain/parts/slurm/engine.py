@@ -46,9 +46,9 @@ class SlurmEngine(RemoteEngine):
         allocation = read_allocation(os.environ)
         if allocation is None:
             raise PlanError(_NO_JOB)
-        nodes = self._find_nodes(allocation)
         each = allocation.gpus_per_node or allocation.tasks_per_node
         least, most = plan.spread or _spread(plan.num_processes, allocation.nodes)
+        nodes = self._find_nodes(allocation, most)
         if len(nodes) < least:
             raise LaunchError(
                 f"job {allocation.job} has {len(nodes)} of {allocation.nodes} nodes left, and the "
@@ -64,14 +64,14 @@ class SlurmEngine(RemoteEngine):
         device = "cuda" if allocation.gpus_per_node else "cpu"
         return self.with_ranks(plan, count * per_node), device
 
-    def _find_nodes(self, allocation: Allocation) -> list[object]:
+    def _find_nodes(self, allocation: Allocation, most: int) -> list[object]:
         """Return the nodes of the job that are up, by a driver that may be the last run's."""
         path = [folder or os.getcwd() for folder in sys.path]  # "" is the notebook's folder
         cause = allocation, path, {n: v for n, v in os.environ.items() if _is_read_at_start(n)}
         nodes = self._join(
             cause,
             lambda client: client.request(
-                SlurmDriver.connect, allocation.job, allocation.node_list, path
+                SlurmDriver.connect, allocation.job, allocation.node_list, path, most
             ),
         )
         changed = self._require_client().changed_variables()
