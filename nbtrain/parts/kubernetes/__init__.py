@@ -1,5 +1,9 @@
-"""Runs of nbtrain on Kubernetes: a TrainJob of an exported script."""
+"""Runs on Kubernetes: a TrainJob of an exported script, and progress for Kubeflow Trainer."""
 
 from ...part_api import Part
 
-PART = Part(provides={"make_trainjob": "kubernetes.trainjob:make_trainjob"})
+PART = Part(
+    launch_side="kubernetes.launch_side:KubernetesLaunch",
+    provides={"make_trainjob": "kubernetes.trainjob:make_trainjob"},
+    switch="kubernetes",
+)

@@ -1,6 +1,6 @@
 """Makes the TrainJob of a script: Kubeflow Trainer starts it on each node with ``torchrun``.
 
-`runtimePatches`, by which the script is mounted, exist since Kubeflow Trainer 2.2.
+The script is mounted by `runtimePatches`, which exist since Kubeflow Trainer 2.2.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def make_trainjob(
 def _trainer(
     name: str, key: str, options: Namespace, secrets: Iterable[str], image: str
 ) -> dict[str, Any]:
-    """Return what the containers run, with which resources and variables.
+    """Return what the containers run, its resources and its variables.
 
-    A rank gets one GPU, unless `--resources` says what it reserves.
+    A rank gets one GPU, unless the cell has `--resources`.
     """
     nodes, ranks = _nodes_and_ranks(options)
     trainer: dict[str, Any] = {
