@@ -108,6 +108,8 @@ SEARCHED = {
     "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "
     "automation, JSON, exit code",
     "guides/ray": "Ray, cluster, autoscaler",
+    "guides/kubernetes": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub profile, "
+    "pod, eviction, evicted, OOMKilled, manifest",
     "guides/several-nodes": "multi-node, several nodes, several machines, two machines, nodes",
     "guides/export": "script, torchrun, export",
     "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "
