@@ -6,6 +6,7 @@ resource is checked against the `openAPIV3Schema` of its own definition (CRD).
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,24 @@ def check_custom_resource(manifest: dict[str, Any], file_name: str) -> None:
     Raises `jsonschema.ValidationError`. Skips the test without the CRD or without a package.
     """
     jsonschema = pytest.importorskip("jsonschema")
-    yaml = pytest.importorskip("yaml")
     path = Path(os.environ.get(CRDS, "/nonexistent"), file_name)
     if not path.exists():
         pytest.skip(f"{CRDS} names no folder with {file_name}")
+    schema = _read_schema(path, manifest["kind"], manifest["apiVersion"].rpartition("/")[2])
+    jsonschema.Draft7Validator(schema).validate(manifest)
+
+
+@functools.cache
+def _read_schema(path: Path, kind: str, version: str) -> dict[str, Any]:
+    """Return the schema of a version in a CRD, so that it refuses fields that it does not list."""
+    yaml = pytest.importorskip("yaml")
     definition = yaml.safe_load(path.read_text())["spec"]
-    version = manifest["apiVersion"].rpartition("/")[2]
-    schema = next(
-        each["schema"]["openAPIV3Schema"]
-        for each in definition["versions"]
-        if each["name"] == version
-    )
+    assert kind == definition["names"]["kind"]
+    versions = {each["name"]: each["schema"] for each in definition["versions"]}
+    schema: dict[str, Any] = versions[version]["openAPIV3Schema"]
     _refuse_unknown_fields(schema)
     schema["properties"]["metadata"] = {"type": "object"}  # which the API server checks itself
-    assert manifest["kind"] == definition["names"]["kind"]
-    jsonschema.Draft7Validator(schema).validate(manifest)
+    return schema
 
 
 def _refuse_unknown_fields(schema: Any) -> None:
