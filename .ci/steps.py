@@ -416,6 +416,17 @@ tests tests/parts/ray/cluster -rs
         limit=1800,
     ),
     Step(
+        "kubernetes",
+        "Kubernetes: manifests against its schemas, Ray, KubeSpawner and Kubeflow's models",
+        """
+enter kubernetes
+install "torch==2.13.*" -e ".[test,ray]" -r tests/requirements/kubernetes.txt
+tests -n 2 -m "slow or not slow" tests/parts/kubernetes -rs
+""",
+        needs=("uv",),
+        limit=1200,
+    ),
+    Step(
         "slurm-whole",
         "Slurm: clusters of several nodes on this machine",
         """

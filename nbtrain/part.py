@@ -35,6 +35,7 @@ TABLE = (
     "ray",
     "slurm",
     "nodes",
+    "kubernetes",
     "frameworks",
 )
 """The parts of this installation, in the order of the help."""

@@ -109,6 +109,8 @@ SEARCHED = {
     "automation, JSON, exit code",
     "guides/ray": "Ray, cluster, autoscaler",
     "guides/slurm": "Slurm, salloc, srun, sbatch, squeue, HPC, cluster, time limit, allocation",
+    "guides/kubernetes": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub profile, "
+    "pod, eviction, evicted, OOMKilled, manifest",
     "guides/several-nodes": "multi-node, several nodes, several machines, two machines, nodes",
     "guides/export": "script, torchrun, export",
     "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "

@@ -150,3 +150,21 @@ def test_kills_for_want_of_memory_are_counted_where_the_process_belongs(tmp_path
     assert host.oom_kills(v1) == 2
     assert host.oom_kills(tree(**{"proc__vmstat": "pgfault 1\noom_kill 5\n"})) == 5
     assert host.oom_kills(tree()) is None
+
+
+def test_in_a_pod_the_limit_and_the_kills_are_those_of_its_container(tmp_path: Path) -> None:
+    """A container with cgroup v2 sees its own cgroup at the top, or the path on its node."""
+    for path in ("/", "/kubepods.slice/kubepods-pod1.slice/cri-containerd-2.scope"):
+        root = tmp_path / str(len(path))
+        group = root / "sys/fs/cgroup"
+        group.mkdir(parents=True)
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text(f"0::{path}\n")
+        (root / "proc/vmstat").write_text("oom_kill 9\n")
+        (group / "memory.max").write_text(f"{4 << 30}\n")
+        (group / "memory.current").write_text(f"{1 << 30}\n")
+        (group / "memory.events").write_text("oom 1\noom_kill 1\noom_group_kill 0\n")
+        memory = host.memory(root, available=100 << 30, total=128 << 30)
+        assert (memory.available, memory.limit, memory.capped) == (3 << 30, 4 << 30, True)
+        assert memory.limit_text == "this container's limit is 4.0 GiB"
+        assert host.oom_kills(root) == 1

@@ -51,6 +51,10 @@ def add_arguments(command: ArgumentParser) -> None:
     command.add_argument("--cell", type=int, metavar="N", help=text)
     text = "make the changes of this run again: what `nbtrain turn` changed, after the same steps"
     command.add_argument("--run", metavar="RUN", help=text)
+    text = "also write FILE.trainjob.yaml, by which Kubeflow Trainer runs the script on Kubernetes"
+    command.add_argument("--kubernetes", action="store_true", help=text)
+    text = "with --kubernetes: the container image (by default IMAGE, for you to replace)"
+    command.add_argument("--image", default="IMAGE", help=text)
 
 
 def shell_command(options: Namespace) -> int:
@@ -59,7 +63,8 @@ def shell_command(options: Namespace) -> int:
     Raises `PlanError` for what cannot be exported, as `export` does.
     """
     output = options.output or options.notebook.with_suffix(".py")
-    print(export(options.notebook, output, options.cell, options.run))
+    image = options.image if options.kubernetes else ""
+    print(export(options.notebook, output, options.cell, options.run, image))
     return 0
 
 
@@ -79,13 +84,16 @@ def save(
     return _write(path, inputs, failed, options, cell)
 
 
-def export(notebook: Path, path: Path, number: int | None = None, run: str | None = None) -> str:
+def export(
+    notebook: Path, path: Path, number: int | None = None, run: str | None = None, image: str = ""
+) -> str:
     """Write the script of a notebook's ``%%distributed`` cell, the `number`-th if given.
 
     Runs nothing, and returns a message for the user. The script makes the changes of a `run` again:
-    what the user changed with `Run.turn`. An earlier script of nbtrain's at `path` is
-    replaced. Raises `PlanError` if the notebook cannot be read, the cell does not exist or has to
-    be chosen, it cannot become a script, or `path` is another file.
+    what the user changed with `Run.turn`. With an `image`, a TrainJob for Kubernetes is written
+    next to the script. Earlier files of nbtrain's are replaced. Raises `PlanError` if the notebook
+    cannot be read, the cell does not exist or has to be chosen, it cannot become a script or a
+    TrainJob, or another file is in the way.
     """
     try:
         content = json.loads(notebook.read_text(encoding="utf-8"))
@@ -103,7 +111,7 @@ def export(notebook: Path, path: Path, number: int | None = None, run: str | Non
     changes = ""
     if run is not None:
         changes = load_provided("steering", "export_changes", "--run")(run)
-    return _write(path, inputs, {}, options, changes=changes)
+    return _write(path, inputs, {}, options, changes=changes, image=image)
 
 
 def _read_options(line: str) -> Namespace:
@@ -146,11 +154,13 @@ def _write(
     options: Namespace,
     running: Cell | None = None,
     changes: str = "",
+    image: str = "",
 ) -> str:
     """Write the script of the last cell, in place of an earlier script; return a message.
 
     `inputs` has the cells by their names for messages; `running` is the last one in a kernel,
-    and `changes` is code that changes settings as the script trains.
+    and `changes` is code that changes settings as the script trains. With an `image`, also write
+    the TrainJob of the script.
     Raises `PlanError` where the training needs what a script cannot have, and rather than replace
     a file that nbtrain did not write.
     """
@@ -171,6 +181,7 @@ def _write(
     futures = dict.fromkeys(_FUTURE.findall(source))  # Python wants them first
     settings = _settings(source, options)
     source, secrets = move_secrets_to_environment(_FUTURE.sub("", source))
+    secrets |= {key for key, value in options.env.items() if is_secret(key, value)}
     sections = [
         _header(place, options, path.name, secrets),
         "".join(futures),
@@ -179,21 +190,35 @@ def _write(
         "\n" + source,
         "\n" + _call(cell, known),
     ]
-    text = "\n\n".join(filter(str.strip, sections))
+    text = "\n\n".join(filter(str.strip, sections)).rstrip() + "\n"
     try:
         compile(text, str(path), "exec", dont_inherit=True)
-        if path.exists() and not path.read_bytes().startswith(_HEADER.encode()):
-            raise PlanError(f"{path} exists and nbtrain did not write it: choose another name")
-        write_atomically(path, f"{text.rstrip()}\n".encode())
     except SyntaxError as error:
         line = text.splitlines()[(error.lineno or 1) - 1].strip()
         raise PlanError(f"a script cannot contain `{line}`: {error.msg}") from error
-    except OSError as error:
-        raise PlanError(f"the script cannot be written: {error}") from error
+    files = {path: text}
+    if image:
+        make_trainjob = load_provided("kubernetes", "make_trainjob", "--kubernetes")
+        job = make_trainjob(text, path.name, options, secrets, image)
+        files[path.with_suffix(".trainjob.yaml")] = f"{_first_lines(place)}\n{job}"
+    _save_files(files)
     count = source.count(_LEFT_OUT) - source.count(_LEFT_OUT + _IPYTHON)
     counts = {"statement": count, "change": changes.count(_LEFT_OUT)}
     missing = " and ".join(plural(number, what) for what, number in counts.items() if number)
-    return f"wrote {path} without {missing} (marked: left out)" if missing else f"wrote {path}"
+    wrote = f"wrote {' and '.join(map(str, files))}"
+    return f"{wrote} without {missing} (marked: left out)" if missing else wrote
+
+
+def _save_files(files: Mapping[Path, str]) -> None:
+    """Write files. Raises `PlanError` rather than replace one that nbtrain did not write."""
+    try:
+        for path in files:
+            if path.exists() and not path.read_bytes().startswith(_HEADER.encode()):
+                raise PlanError(f"{path} exists and nbtrain did not write it: choose another name")
+        for path, text in files.items():
+            write_atomically(path, text.encode())
+    except OSError as error:
+        raise PlanError(f"the script cannot be written: {error}") from error
 
 
 def _changes(options: Namespace) -> str:
@@ -205,7 +230,6 @@ def _changes(options: Namespace) -> str:
 
 def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str:
     """Return the comment on top: how to run the script."""
-    secrets = secrets | {key for key, value in options.env.items() if is_secret(key, value)}
     ranks, file = options.num_processes or 2, shlex.quote(name)
     # Without --multi_gpu, Accelerate starts one process if it sees no GPU.
     flags = ["--multi_gpu" if ranks > 1 else "", f"--num_processes {ranks}"]
@@ -217,14 +241,18 @@ def _header(place: str, options: Namespace, name: str, secrets: set[str]) -> str
         flags += [f"--num_processes {ranks}" if options.num_processes else ""]
     flags += [f"--mixed_precision {options.mixed_precision}" if options.mixed_precision else ""]
     commands += [" ".join(["accelerate launch", *filter(None, flags), file])]
-    head = f"{_HEADER} from {place}, {date.today()}."
-    text = "# nbtrain may overwrite this file as long as it begins with the line above. To run it:"
     notes = [f"# Set {name} in the environment first: it is a secret." for name in sorted(secrets)]
     if options.start_from is not None:
         note = "is not loaded. Load it in the training function."
         notes.append(f"# The checkpoint of {_START} {note}")
-    lines = [head, text, *(f"#     {command}" for command in commands), *notes]
-    return "\n".join(map(_printable, lines))
+    lines = ["# To run it:", *(f"#     {each}" for each in commands), *notes]
+    return "\n".join([_first_lines(place), *map(_printable, lines)])
+
+
+def _first_lines(place: str) -> str:
+    """Return the comment on top of each file: where it is from, and who may overwrite it."""
+    head = _printable(f"{_HEADER} from {place}, {date.today()}.")
+    return f"{head}\n# nbtrain may overwrite this file as long as it begins with the line above."
 
 
 def _printable(text: str) -> str:
