@@ -136,8 +136,9 @@ class _Pending:
     number: int
     """Of the request, in its events."""
     request: requests.Request
-    asked: int
-    """The number under which the ranks get it, new for each try."""
+    asked: int = 0
+    """The number under which the ranks get it, which grows with each try of any request: ranks
+    ignore a number that is not above the last decided one."""
     agreement: Agreement | None = None
     """Missing before the ranks have the request."""
     begins_s: float = 0.0
@@ -170,7 +171,7 @@ class Steering(Companion):
         self._waiting: deque[_Pending] = deque()
         self._news: list[ev.Event] = []
         self._unwritten: Orders | None = None  # because the disk was full
-        self._number = 0
+        self._number = self._asked = 0
         self._attempt = 1
         self._is_noted = False  # `_at_start`, in an event
         self._orders_time = 0.0  # of the last orders to wait
@@ -186,7 +187,9 @@ class Steering(Companion):
         if self._unwritten is not None:
             self._write(self._unwritten)
         now = time.monotonic()
-        due = next((each for each in self._waiting if each.begins_s <= now), None)
+        # What the ranks have already is brought to its end first: they know one request at a time.
+        in_order = sorted(self._waiting, key=lambda each: each.agreement is None)
+        due = next((each for each in in_order if each.begins_s <= now), None)
         if due is not None:
             return self._bring_on(due, state)
         return min((each.begins_s - now for each in self._waiting), default=math.inf)
@@ -196,7 +199,7 @@ class Steering(Companion):
         if self._at_start and not self._is_noted:
             self._is_noted = True
             action = Action("turn", settings=self._at_start)
-            first = _Pending(0, requests.Request("", "by the launch", action), 0)
+            first = _Pending(0, requests.Request("", "by the launch", action))
             before = max(rank.steps_before for rank in state.ranks)
             self._add_event(first, "applied", "from the first step on", before)
 
@@ -210,7 +213,7 @@ class Steering(Companion):
     def _accept(self, request: requests.Request) -> None:
         """Add a request to the queue. A second request to finish is called off."""
         self._number += 1
-        pending = _Pending(self._number, request, self._number)
+        pending = _Pending(self._number, request)
         others = [self._finished, *(each.request for each in self._waiting)]
         if request.action.name == "finish" and any(
             other is not None and other.action.name == "finish" for other in others
@@ -239,6 +242,8 @@ class Steering(Companion):
             self._call_off(pending, "the run ends")
             return 0.0
         if pending.agreement is None:
+            self._asked += 1
+            pending.asked = self._asked
             members = frozenset(rank.rank for rank in running)
             pending.agreement = Agreement(members, factor=self._factor)
             self._write_orders(pending, pending.agreement)
@@ -307,11 +312,12 @@ class Steering(Companion):
         A user who finishes a training means its end, and may not be there for a second click.
         """
         self._decide(pending, Decided(pending.asked, pending.request.action))
-        self._number += 1
-        pending.asked, pending.agreement = self._number, None
+        if not pending.begins_s:  # once, though a long evaluation takes many tries
+            text = f"{_describe_late(agreement)}. nbtrain tries it again"
+            self._add_event(pending, "pending", text)
+        pending.agreement = None
         pending.begins_s = time.monotonic() + agreement.timeout_s
         self._waiting.append(pending)
-        self._add_event(pending, "pending", f"{_describe_late(agreement)}. nbtrain tries it again")
 
     def _call_off(self, pending: _Pending, reason: str) -> None:
         self._decide(pending, Decided(pending.asked, pending.request.action))

@@ -448,6 +448,37 @@ def test_a_rank_that_makes_no_step_is_named_and_the_training_finishes_when_it_do
     assert any("rank 1 made no step" in e.text for e in steered if isinstance(e, ev.Steered))
 
 
+class CountAndTurn(Count):
+    """Also asks for another learning rate, some time after the end was asked for."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__()
+        self.after_s, self.asked_at = after_s, 0.0
+
+    def step(self) -> None:
+        super().step()
+        if self.steps == self.at:
+            self.asked_at = time.monotonic()
+        is_due = 0 < self.asked_at < time.monotonic() - self.after_s
+        if is_due and nbtrain.rank() == 0:
+            self.asked_at = -1.0
+            folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+            write(folder, Action("turn", settings={"lr": "/2"}), "by the test")
+
+
+# Of the 2 s in which ranks wait for rank 1, nothing is decided; in the 2 s after them, all train.
+@pytest.mark.parametrize("after_s", [0.0, 2.1, 3.0])
+def test_another_request_is_carried_out_while_the_training_cannot_finish(after_s: float) -> None:
+    run = launch(unequal, CountAndTurn(after_s), n=2)
+    steps, _ = run.results
+    assert steps < 60 * 2 * BATCHES
+    assert run.state.message.startswith("finished early")
+    assert sorted(s.action for s in run.state.steered if s.status == "applied") == [
+        "finish",
+        "turn",
+    ]
+
+
 def test_a_run_with_nothing_to_look_at_cannot_be_finished() -> None:
     run = launch(silent, Count(at=10**6), n=2, background=True, telemetry="none")
     with pytest.raises(NbtrainError, match="cannot be steered"):
