@@ -242,6 +242,7 @@ python tests/tools/check_site.py artifacts/site
         "Colab's Python, IPython, ipykernel and ipywidgets: magics, failures, results, finish",
         """
 enter colab "$(interpreter 3.12)"
+quiet="-W ignore" # what is deprecated there is no fault here
 pins=tests/requirements/colab.txt
 install "torch==2.13.*" -e ".[test]"
 tests -n 2 tests/commands/test_magics.py tests/end_to_end/test_failures.py \

@@ -206,7 +206,7 @@ def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
 @pytest.mark.part("ray", "tpu")
 def test_every_engine_of_the_table_can_be_had() -> None:
     names = set(option_types.ENGINES) - {"auto", "tpu"}  # what is chosen for the user
-    assert names == {*NAMES, "torch_tpu", "ray"}  # which have tests of their own
+    assert names == {*NAMES, "torch_tpu", "ray", "slurm"}  # which have tests of their own
     assert len({type(engines.get(name)) for name in names}) == len(names)
     assert all(engines.get(name).name == name for name in names)
 

@@ -63,7 +63,8 @@ class RemoteEngine(Engine):
         self._client = kept.pop(self.name, None)
         if self._client is not None:
             with contextlib.suppress(LaunchError):  # its cluster, or its part here, may have ended
-                if self._client.cause == (os.getpid(), cause):
+                has_all = self._client.environment.keys() <= os.environ.keys()
+                if has_all and self._client.cause == (os.getpid(), cause):
                     self._client.send(self.driver.nodes)
                     nodes: list[Node] = self._client.answer(CONNECT_TIMEOUT_S)
                     return nodes

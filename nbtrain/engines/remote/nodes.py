@@ -159,6 +159,8 @@ def _release(version: str) -> tuple[str, ...]:
 
 def describe_error(error: BaseException, node: str = "") -> str:
     """Return what went wrong, in the driver or in nbtrain's process on a node, on one line."""
+    if isinstance(error, NodeLost):
+        return f"{node}: {error}" if node else str(error)
     cause = error.cause if isinstance(error, RemoteError) else error
     if isinstance(cause, LaunchError):
         return f"{node}: {cause}" if node else str(cause)

@@ -51,6 +51,7 @@ class Agent:
     def __init__(self, channel: Channel, address: str) -> None:
         self._channel, self._address = channel, address
         self._ranks: NodeRanks | None = None
+        self._changing = threading.Lock()  # held while an order begins or ends
         self._payload = b""
 
     def serve(self) -> None:
@@ -88,8 +89,9 @@ class Agent:
     def begin(self, order: NodeOrder) -> int:
         """Get ready to start ranks; see `Link.begin`."""
         self.end()
-        self._ranks = NodeRanks(order, self._payload)
-        return self._ranks.port
+        with self._changing:
+            self._ranks = NodeRanks(order, self._payload)
+            return self._ranks.port
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of `NodeRanks`. A file comes open, so that it is sent as it is."""
@@ -101,10 +103,11 @@ class Agent:
         return method(ranks, *args, **kwargs)
 
     def end(self) -> None:
-        """End the ranks, and what else is left of the order."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close()
+        """End the ranks, and what else is left of the order; wait for one that begins."""
+        with self._changing:
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:
+                ranks.close()
 
 
 def pickle_to_file(value: Any) -> IO[bytes]:

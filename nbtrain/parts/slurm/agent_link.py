@@ -30,8 +30,11 @@ class AgentLink(Link):
         self.has_ended = False
         threading.Thread(target=self._receive, name="nbtrain-agent", daemon=True).start()
 
-    async def send_payload(self, descriptor: int) -> None:
-        """Send the payload of the ranks, from an open file, for orders that follow."""
+    async def send_payload(self, descriptor: int | None) -> None:
+        """Send the payload of the ranks, from an open file, for orders that follow; None: forget.
+
+        Raises `NodeLost`.
+        """
         await self._send({"method": "store_payload"}, descriptor)
 
     async def look(self, modules: list[str]) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class AgentLink(Link):
             raise value
         raise RemoteError(value) from value
 
-    async def _send(self, message: dict[str, Any], descriptor: int) -> None:
+    async def _send(self, message: dict[str, Any], descriptor: int | None) -> None:
         try:
             await asyncio.to_thread(self._channel.send, message, descriptor)
         except OSError as error:
@@ -92,10 +95,15 @@ class AgentLink(Link):
             self._loop.call_soon_threadsafe(self._end)
 
     def _take(self, message: dict[str, Any], data: bytes) -> None:
+        """Hand an answer to the request that waits for it."""
         answer = self._waiting.get(message["answer"])
         if answer is not None and not answer.done():
-            value = data if message["is_file"] else pickle.loads(data)
-            answer.set_result((message["is_raised"], value))
+            try:
+                value = data if message["is_file"] else pickle.loads(data)
+            except Exception as error:  # of a class that this process cannot make
+                answer.set_exception(RemoteError(error))
+            else:
+                answer.set_result((message["is_raised"], value))
 
     def _end(self) -> None:
         """Fail what was not answered."""

@@ -6,19 +6,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-JOB_VARIABLES = (
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_CLUSTER_NAME",
-    "SLURM_CONF",
-    "SLURM_JOB_ACCOUNT",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "SLURM_JOB_PARTITION",
-    "SLURM_SUBMIT_DIR",
-    "SLURM_TMPDIR",
+_OF_TASKS = re.compile(
+    "SLURM_(STEP|STEPID|PROCID|LOCALID|NODEID|GTIDS|NTASKS|NPROCS|TASKS_PER|TASK_PID|SRUN|LAUNCH)"
+    "|SLURM_TOPOLOGY|SLURM_CPU_BIND|SLURM_DISTRIBUTION|SRUN_|PMI_|PMI2_|PMIX_"
 )
-"""Slurm's variables that ranks see: scripts name their folders by them."""
+"""The beginnings of variables that describe a task or a step. A rank is none.
+
+Lightning and JAX would take it for one (``SLURM_NTASKS``, ``SLURM_PROCID``), and start another
+training than was requested.
+"""
+
+
+def is_of_task(variable: str) -> bool:
+    """Return whether a variable describes a task or a step of Slurm's."""
+    return _OF_TASKS.match(variable) is not None
 
 
 def is_of_slurm(variable: str) -> bool:

@@ -8,6 +8,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import IO, Any
@@ -15,6 +16,7 @@ from typing import IO, Any
 from ...engines.remote import driver as remote
 from ...engines.remote.nodes import (
     Node,
+    NodeLost,
     NodeRequest,
     PlacedNode,
     check_nodes,
@@ -94,7 +96,7 @@ class SlurmDriver(remote.Driver):
 
     def _greet(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         """Read the first message of what has connected, and add it if it is an agent."""
-        with contextlib.suppress(EOFError, KeyError):
+        with contextlib.suppress(EOFError, KeyError, TypeError):  # a stranger's
             hello, _ = channel.receive()
             if secrets.compare_digest(str(hello["token"]), self._token):
                 channel.trust()
@@ -103,7 +105,10 @@ class SlurmDriver(remote.Driver):
         channel.close()
 
     def _add_agent(self, hello: Mapping[str, Any], channel: Channel) -> None:
+        """Add an agent that has connected, in place of an earlier one on its node."""
         name, self._launcher = hello["node"], hello["launcher"]
+        if (earlier := self._links.get(name)) is not None:
+            earlier.kill()
         self._links[name] = AgentLink(channel, partial(self._explain_end, name))
         if name in self._awaited and not self._awaited[name].done():
             self._awaited[name].set_result(None)
@@ -130,23 +135,40 @@ class SlurmDriver(remote.Driver):
             )
         for name in [name for name, link in self._links.items() if link.has_ended]:
             del self._links[name]
-        lacking = [n.name for n in nodes[:most] if n.name not in self._links]
-        if again:  # Slurm may not know yet that a node is dead, and no step starts with it
-            tries = [self._start_agents([name]) for name in lacking]
-            failures = [e for e in await asyncio.gather(*tries, return_exceptions=True) if e]
-            nodes = [node for node in nodes if node.name in self._links]
-            if len(nodes) < least:
-                raise failures[0]
+        if again:
+            chosen = await self._start_what_is_left(nodes, least, most)
         else:
-            await self._start_agents(lacking)
-        chosen = nodes[:most]
-        modules = list(request.modules)
-        self._placed = []
-        for node in chosen:
-            link = self._links[node.name]
-            facts = await link.look(modules)
-            self._placed.append(PlacedNode(Node(node.id, node.name, facts["address"]), link, facts))
+            chosen = nodes[:most]
+            await self._start_agents([n.name for n in chosen if n.name not in self._links])
+        links = [self._links[node.name] for node in chosen]
+        looks = await asyncio.gather(*(link.look(list(request.modules)) for link in links))
+        self._placed = [
+            PlacedNode(replace(node, address=facts["address"]), link, facts)
+            for node, link, facts in zip(chosen, links, looks, strict=True)
+        ]
         return check_nodes(self._placed, request, describe_host(self._launcher, []))
+
+    async def _start_what_is_left(
+        self, nodes: Sequence[Node], least: int, most: int
+    ) -> Sequence[Node]:
+        """Have an agent on up to `most` nodes, and return these nodes.
+
+        One after the other, because Slurm may not know yet that a node is dead, and a step with it
+        does not start. Raises `LaunchError` if fewer than `least` are left.
+        """
+        chosen: list[Node] = []
+        failure = LaunchError("no node is left")
+        for node in sorted(nodes, key=lambda node: node.name not in self._links):
+            try:
+                if len(chosen) < most and node.name not in self._links:
+                    await self._start_agents([node.name])
+            except LaunchError as error:
+                failure = error
+            else:
+                chosen.append(node)
+        if len(chosen) < least:
+            raise failure
+        return sorted(chosen[:most], key=self._nodes.index)
 
     async def _start_agents(self, names: Sequence[str]) -> None:
         """Start agents on nodes, and wait until all have connected.
@@ -182,8 +204,7 @@ class SlurmDriver(remote.Driver):
                 raise LaunchError(slurm_commands.describe_failure(missing, output))
 
     async def _explain_end(self, name: str) -> str:
-        """Return why the agent on a node has ended, and forget it."""
-        self._links.pop(name, None)
+        """Return why the agent on a node has ended."""
         return await asyncio.to_thread(slurm_commands.explain_end, self._job, name)
 
     async def store_payload(self, path: str) -> None:
@@ -213,6 +234,8 @@ class SlurmDriver(remote.Driver):
     async def rest(self) -> None:
         """Forget the run, which has ended, and its payload, because another may follow."""
         self._close_payload()
+        with contextlib.suppress(NodeLost):
+            await asyncio.gather(*(link.send_payload(None) for link in self._links.values()))
         await super().rest()
 
     def release(self) -> None:

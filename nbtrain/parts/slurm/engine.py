@@ -46,6 +46,9 @@ class SlurmEngine(RemoteEngine):
         allocation = read_allocation(os.environ)
         if allocation is None:
             raise PlanError(_NO_JOB)
+        if not allocation.gpus_per_node:  # salloc's variables have those of --gpus-per-node alone
+            gpus = slurm_commands.count_gpus(allocation.job) // allocation.nodes
+            allocation = replace(allocation, gpus_per_node=gpus)
         each = allocation.gpus_per_node or allocation.tasks_per_node
         least, most = plan.spread or _spread(plan.num_processes, allocation.nodes)
         nodes = self._find_nodes(allocation, most)
@@ -55,6 +58,11 @@ class SlurmEngine(RemoteEngine):
                 f"run needs {least}"
             )
         per_node = (plan.num_processes or most * each) // most
+        if per_node > allocation.gpus_per_node > 0:
+            raise PlanError(
+                f"{per_node} ranks on a node need as many GPUs, and a node of job {allocation.job} "
+                f"has {allocation.gpus_per_node}: choose another -n, or --nodes"
+            )
         count = min(most, len(nodes))
         if count < most:
             ranks = f"{count * per_node} of {most * per_node} ranks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ...part_api import RankContext, RankSide
-from .allocation import JOB_VARIABLES, is_of_slurm
+from .allocation import is_of_task
 
 
 class SlurmRank(RankSide):
@@ -16,8 +16,7 @@ class SlurmRank(RankSide):
     """
 
     def begin(self, context: RankContext) -> None:
-        """Remove all variables of Slurm but those of the job, and those that the user has set."""
-        wanted = {*JOB_VARIABLES, *context.job.plan.env}
-        for name in filter(is_of_slurm, list(os.environ)):
-            if name not in wanted:
+        """Remove the variables of tasks, but those that the user has set."""
+        for name in filter(is_of_task, list(os.environ)):
+            if name not in context.job.plan.env:
                 del os.environ[name]

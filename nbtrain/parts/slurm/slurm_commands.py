@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -12,12 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import IO
 
 from ...part_api import POLL_INTERVAL_S, LaunchError, shorten
-from .allocation import JOB_VARIABLES, is_of_slurm
-from .limits import COMMAND_TIMEOUT_S, COMPLETING_TIMEOUT_S
+from .allocation import is_of_slurm
+from .limits import AGENT_START_TIMEOUT_S, COMMAND_TIMEOUT_S, COMPLETING_TIMEOUT_S
 
-_LOST_STATES = ("down", "fail", "powered_down", "unknown")
+_LOST_STATES = ("down", "failed", "powered_down", "unknown")
 """No step can start on a node in these states, or with a `*`: it does not respond. Drained nodes
 keep their jobs."""
+
+_KEPT = ("SLURM_CONF", "SLURM_SUBMIT_DIR", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME")
+"""Variables of Slurm that ``srun`` gets, and so the ranks. The others would be options of it: of
+tasks, CPUs and memory."""
 
 _ENDS = {
     "CANCELLED": "was cancelled (scancel)",
@@ -68,12 +73,43 @@ def find_addresses(node_list: str) -> list[str]:
     return re.findall(r" NodeAddr=(\S+)", shown)
 
 
+@functools.cache
+def count_gpus(job: str) -> int:
+    """Return how many GPUs a job has on all its nodes, also by ``--gres`` or ``--gpus``.
+
+    0 if Slurm does not answer.
+    """
+    with contextlib.suppress(LaunchError):
+        return read_gpus(_call("scontrol", "--oneliner", "show", "job", job), job)
+    return 0
+
+
+def read_gpus(shown: str, job: str) -> int:
+    """Return the GPUs of a job in what ``scontrol show job`` prints. Pure.
+
+    It is a line for each task of an array: ``JobId=7 … TRES=cpu=4,node=2,gres/gpu=8 …``.
+    """
+    line = next((line for line in shown.splitlines() if f"JobId={job} " in line), "")
+    found = re.search(r"TRES=\S*gres/gpu=(\d+)", line)
+    return int(found[1]) if found else 0
+
+
+def _read_job(job: str, field: str) -> str:
+    """Return a field of squeue's for a job; "" if Slurm no longer knows it.
+
+    The tasks of an array are listed together; %A is the number of each as a job.
+    """
+    listed = _call("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format=%A {field}")
+    pairs = (line.partition(" ") for line in listed.splitlines())
+    return next((value.strip() for number, _, value in pairs if number == job), "")
+
+
 def read_time_left(job: str) -> float | None:
     """Return the seconds until a job's limit, if it has one and runs.
 
     Raises `LaunchError` if Slurm does not answer.
     """
-    return read_duration(_call("squeue", "--noheader", f"--jobs={job}", "--format=%L"))
+    return read_duration(_read_job(job, "%L"))
 
 
 def read_duration(text: str) -> float | None:
@@ -88,16 +124,15 @@ def read_duration(text: str) -> float | None:
 
 
 def _job_state(job: str) -> str:
-    """Return the state of a job: ``RUNNING``; '' if Slurm no longer knows it."""
+    """Return the state of a job: ``RUNNING``; "" if Slurm no longer knows it."""
     with contextlib.suppress(LaunchError):
-        words = (_call("scontrol", "--oneliner", "show", "job", job)).split()
-        return next((w.partition("=")[2] for w in words if w.startswith("JobState=")), "")
+        return _read_job(job, "%T")
     return ""
 
 
 def check_job(job: str) -> None:
     """Raise `LaunchError` if a job has ended."""
-    state = _call("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T")
+    state = _read_job(job, "%T")
     if state not in ("RUNNING", "SUSPENDED", "CONFIGURING"):
         raise LaunchError(f"the job {job} {_ENDS.get(state, 'has ended')}: get another (salloc)")
 
@@ -105,7 +140,7 @@ def check_job(job: str) -> None:
 def find_down(names: Iterable[str]) -> set[str]:
     """Return which nodes Slurm reports as down."""
     nodes = f"--nodes={','.join(names)}"
-    listed = _call("sinfo", "--noheader", "--Node", nodes, "--format=%N %T")
+    listed = _call("sinfo", "--all", "--noheader", "--Node", nodes, "--format=%N %T")
     pairs = (line.split() for line in listed.splitlines())
     return {name for name, state in pairs if state.endswith("*") or state.startswith(_LOST_STATES)}
 
@@ -139,8 +174,7 @@ async def start_step(
         "--mpi=none",
         "--job-name=nbtrain",
     )
-    # What else salloc sets are options of srun: of tasks, CPUs and memory that others have.
-    env = {n: v for n, v in os.environ.items() if n in JOB_VARIABLES or not is_of_slurm(n)}
+    env = {n: v for n, v in os.environ.items() if n in _KEPT or not is_of_slurm(n)}
     try:
         return await asyncio.create_subprocess_exec(
             "srun",
@@ -158,9 +192,13 @@ async def start_step(
 def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
     """Return that agents did not come, with what ``srun`` printed."""
     output.seek(0)
-    lines = output.read(1 << 16).decode("utf-8", "replace").strip().splitlines()
+    text = output.read(1 << 16).decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if line.strip() and "cpu binding" not in line]
     reason = "; ".join(lines[-3:])[:600] or "srun printed no reason"
-    return f"no process of nbtrain could be started on {', '.join(missing)}: {reason}"
+    return (
+        f"no process of nbtrain on {', '.join(missing)} has connected to the notebook's node (in "
+        f"{AGENT_START_TIMEOUT_S:g} s at most): {reason}"
+    )
 
 
 def explain_end(job: str, name: str) -> str:

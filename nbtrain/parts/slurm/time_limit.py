@@ -23,7 +23,7 @@ from ...part_api import (
 from ...part_api import events as ev
 from ...tracking.overview.run_progress import estimate_run
 from . import slurm_commands
-from .limits import LIMIT_CHECK_INTERVAL_S, NOTICE_S
+from .limits import KEEP_INTERVAL_S, LIMIT_CHECK_INTERVAL_S, NOTICE_S
 
 
 class TimeLimit(Companion):
@@ -59,7 +59,7 @@ class TimeLimit(Companion):
         if self._ends is None or state.is_over:
             return math.inf
         left_s = self._ends - time.monotonic()
-        if self._shown is None:
+        if self._shown is None or left_s > 2 * NOTICE_S:  # at the start, and once it is extended
             self._notice_s = min(NOTICE_S, left_s / 2)
         if abs(self._ends - (self._shown or 0.0)) > 10:  # Slurm gives whole seconds
             self._shown = self._ends
@@ -90,13 +90,18 @@ class TimeLimit(Companion):
             self._news.append(ev.RunNote.of(Finding("job-too-short", text)))
 
     def _keep(self) -> None:
-        """Have the ranks save a checkpoint, if the run can be steered: the body of a thread."""
-        try:
-            keep = load_provided("steering", "keep", "a checkpoint before the time limit")
-            keep(Run.open(self._folder.path), "time limit", "before the time limit of the job")
-        except Exception as error:  # the run ends without one
-            LOGGER.info("no checkpoint before the time limit: %s", error)
-        self._is_saved.set()
+        """Have the ranks save a checkpoint: the body of a thread.
+
+        Tries it again while there is time: a rank that evaluates makes no step.
+        """
+        while not (self._is_saved.is_set() or self._is_over.is_set()):
+            try:
+                keep = load_provided("steering", "keep", "a checkpoint before the time limit")
+                keep(Run.open(self._folder.path), "time limit", "before the time limit of the job")
+                self._is_saved.set()
+            except Exception as error:
+                LOGGER.info("no checkpoint before the time limit: %s", error)
+                self._is_over.wait(KEEP_INTERVAL_S)
 
     def notes(self) -> Sequence[ev.Event]:
         """Return what was noted since the last call."""

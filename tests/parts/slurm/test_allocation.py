@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.parts.slurm.allocation import Allocation, default_engine, read_allocation
-from nbtrain.parts.slurm.slurm_commands import read_duration
+from nbtrain.parts.slurm.allocation import Allocation, default_engine, is_of_task, read_allocation
+from nbtrain.parts.slurm.slurm_commands import read_duration, read_gpus
 
 OF_SALLOC = {
     "SLURM_JOB_ID": "7",
@@ -63,3 +63,19 @@ def test_auto_means_slurm_in_a_job_of_several_nodes(
 )
 def test_a_time_of_slurm_is_read(text: str, seconds: float | None) -> None:
     assert read_duration(text) == seconds
+
+
+def test_the_gpus_of_a_job_are_read_from_its_line() -> None:
+    shown = (
+        "JobId=6 JobName=a NumNodes=2 TRES=cpu=4,node=2,gres/gpu=2 X=1\n"
+        "JobId=7 JobName=a NumNodes=2 TRES=cpu=4,mem=8G,node=2,gres/gpu=8,gres/gpu:a100=8\n"
+        "JobId=8 JobName=a NumNodes=2 TRES=cpu=4,node=2"
+    )
+    assert [read_gpus(shown, job) for job in ("6", "7", "8", "9")] == [2, 8, 0, 0]
+
+
+def test_ranks_lose_the_variables_of_tasks_alone() -> None:
+    kept = ("JOB_ID", "JOB_NODELIST", "CPUS_PER_TASK", "CPUS_ON_NODE", "TMPDIR", "SUBMIT_DIR")
+    lost = ("PROCID", "LOCALID", "NTASKS", "NTASKS_PER_NODE", "TASKS_PER_NODE", "STEP_ID", "NPROCS")
+    assert not any(is_of_task(f"SLURM_{name}") for name in kept)
+    assert all(is_of_task(f"SLURM_{name}") for name in lost)

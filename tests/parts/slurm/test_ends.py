@@ -92,6 +92,20 @@ def test_a_lost_node_is_named_and_the_run_continues_from_its_checkpoint_on_the_o
         kernel.run("run.stop(); run.wait()")
 
 
+def test_a_run_continues_on_a_spare_node_of_the_job(start_kernel_in: Start) -> None:
+    with (
+        SlurmCluster(nodes=3, node_timeout_s=3, message_timeout_s=3) as cluster,
+        closing(cluster.job("--no-kill", nodes=3, time="10")) as job,
+    ):
+        kernel = start_kernel_in(job)
+        start_training(kernel, ", nodes=2, num_processes=2, max_restarts=1")
+        cluster.kill_node("n2")
+        wait_until(lambda: kernel.value("run.state.attempt") == 2, 60)
+        wait_until(lambda: kernel.value("(run.state.ranks[1].step or 0) > 20"), 60)
+        assert kernel.value("[r.node for r in run.state.ranks]") == ["n1", "n3"]
+        kernel.run("run.stop(); run.wait()")
+
+
 def test_a_step_of_others_that_ends_or_waits_is_no_matter(
     cluster: SlurmCluster, start_kernel_in: Start
 ) -> None:

@@ -90,7 +90,7 @@ def test_ranks_are_no_tasks_of_slurm(notebook: Notebook) -> None:
     notebook.run(f"%%distributed --view none --env SLURM_EXTRA=1\n{cell}", timeout=60)
     for variables in notebook.value("nbtrain.last_run().results"):
         assert {"SLURM_CLUSTER_NAME", "SLURM_CONF", "SLURM_EXTRA"} <= variables.keys()
-        assert not [n for n in variables if re.search("TASK|PROC|STEP|NODEID|LOCALID", n)]
+        assert not [n for n in variables if re.search("TASK|PROCID|STEP|NODEID|LOCALID", n)]
 
 
 def test_a_failure_is_raised_with_the_cells_line_and_the_next_run_works(notebook: Notebook) -> None:
@@ -144,6 +144,9 @@ def test_ranks_have_the_variables_of_the_kernel_at_each_launch(notebook: Noteboo
         cell = "%%distributed --view none\nos.environ.get('NBTRAIN_TEST_VALUE')"
         notebook.run(cell, timeout=60)
         assert notebook.value("nbtrain.last_run().results") == [value] * 4
+    notebook.run("del os.environ['NBTRAIN_TEST_VALUE']")
+    notebook.run(cell, timeout=60)
+    assert notebook.value("nbtrain.last_run().results") == [None] * 4
 
 
 def agent_of(rank_pid: int) -> psutil.Process:
