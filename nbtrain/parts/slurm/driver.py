@@ -136,7 +136,7 @@ class SlurmDriver(remote.Driver):
         for name in [name for name, link in self._links.items() if link.has_ended]:
             del self._links[name]
         if again:
-            chosen = await self._start_what_is_left(nodes, least, most)
+            chosen = await self._start_remaining_agents(nodes, least, most)
         else:
             chosen = nodes[:most]
             await self._start_agents([n.name for n in chosen if n.name not in self._links])
@@ -148,7 +148,7 @@ class SlurmDriver(remote.Driver):
         ]
         return check_nodes(self._placed, request, describe_host(self._launcher, []))
 
-    async def _start_what_is_left(
+    async def _start_remaining_agents(
         self, nodes: Sequence[Node], least: int, most: int
     ) -> Sequence[Node]:
         """Have an agent on up to `most` nodes, and return these nodes.

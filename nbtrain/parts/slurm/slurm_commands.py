@@ -104,7 +104,7 @@ def _read_job(job: str, field: str) -> str:
     return next((value.strip() for number, _, value in pairs if number == job), "")
 
 
-def read_time_left(job: str) -> float | None:
+def read_remaining_time(job: str) -> float | None:
     """Return the seconds until a job's limit, if it has one and runs.
 
     Raises `LaunchError` if Slurm does not answer.

@@ -49,7 +49,7 @@ class TimeLimit(Companion):
         """Read the time limit now and then, as long as the run lasts: the body of a thread."""
         while True:
             with contextlib.suppress(LaunchError):  # the controller is busy or away
-                left_s = slurm_commands.read_time_left(self._job)
+                left_s = slurm_commands.read_remaining_time(self._job)
                 self._ends = None if left_s is None else time.monotonic() + left_s
             if self._is_over.wait(LIMIT_CHECK_INTERVAL_S):
                 return
