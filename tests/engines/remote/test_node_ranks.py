@@ -27,6 +27,7 @@ def test_ranks_work_in_the_notebooks_folder_where_a_node_has_it(
     assert Path.cwd() == tmp_path
 
 
+@pytest.mark.part("ray")
 def test_a_rank_has_the_threads_that_were_reserved_for_it() -> None:
     plan = Plan(Call(print), "train", engine="ray")
     world = Placement(0, 1, 0, 2, "127.0.0.1", 0, ranks=2)
