@@ -19,11 +19,12 @@ class NodeActor:
     def look(self, modules: list[str]) -> dict[str, Any]:
         """Return what this host is: versions, address, and which of `modules` it lacks.
 
-        What `begin` will need is imported from then on.
+        What `begin` needs is imported here, and not by a thread beside it: two threads that import
+        numpy at once may fail, and Ray makes an array of numpy's of the payload.
         """
+        import contextlib
         import importlib.metadata
         import importlib.util
-        import threading
 
         import ray
 
@@ -37,17 +38,9 @@ class NodeActor:
             versions = {} if is_missing else {"nbtrain": importlib.metadata.version("nbtrain")}
             missing = [m for m in modules if m == "nbtrain" and is_missing]
             facts = {"address": address, "interface": "-", "versions": versions, "missing": missing}
-        threading.Thread(target=self._import, daemon=True).start()
+        with contextlib.suppress(ImportError):  # what needs it will raise
+            importlib.import_module("numpy")
         return {**facts, "node": ray.get_runtime_context().get_node_id()}
-
-    def _import(self) -> None:
-        """Import what the ranks' start needs, ahead of time."""
-        import contextlib
-        import importlib
-
-        with contextlib.suppress(Exception):  # code that needs it will raise
-            importlib.import_module("numpy")  # the payload comes as one of its arrays
-            importlib.import_module("nbtrain.engines.remote.node_ranks")
 
     def begin(self, order: Any, payload: Any) -> Any:
         """Get ready to start ranks; return the port of the store, 0 on nodes that do not keep it.

@@ -7,7 +7,6 @@ connection. Everything that it started ends with it.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import signal
@@ -56,7 +55,6 @@ class Agent:
 
     def serve(self) -> None:
         """Serve requests until the connection ends."""
-        threading.Thread(target=_import_ahead, daemon=True).start()
         pool = ThreadPoolExecutor(_CALLS_AT_ONCE)  # at the end, nothing waits for its calls
         with contextlib.suppress(EOFError):
             while True:
@@ -127,9 +125,3 @@ def read_descriptor(descriptor: int) -> bytes:
     with open(descriptor, "rb") as file:
         file.seek(0)
         return file.read()
-
-
-def _import_ahead() -> None:
-    """Import what ranks need and this process does not, before the first order comes."""
-    with contextlib.suppress(Exception):  # code that needs it will raise
-        importlib.import_module("numpy")
