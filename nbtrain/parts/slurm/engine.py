@@ -40,7 +40,8 @@ class SlurmEngine(RemoteEngine):
     def resolve(self, plan: Plan) -> tuple[Plan, str]:
         """Return the plan with its number of ranks and nodes, and the kind of device.
 
-        Raises `PlanError` outside of a job, and `LaunchError` if the job has too few nodes left.
+        Raises `PlanError` outside of a job and for more than it has, and `LaunchError` if too few
+        of its nodes are left.
         """
         self.check_options(plan)
         allocation = read_allocation(os.environ)
@@ -51,17 +52,22 @@ class SlurmEngine(RemoteEngine):
             allocation = replace(allocation, gpus_per_node=gpus)
         each = allocation.gpus_per_node or allocation.tasks_per_node
         least, most = plan.spread or _spread(plan.num_processes, allocation.nodes)
-        nodes = self._find_nodes(allocation, most)
-        if len(nodes) < least:
-            raise LaunchError(
-                f"job {allocation.job} has {len(nodes)} of {allocation.nodes} nodes left, and the "
-                f"run needs {least}"
-            )
         per_node = (plan.num_processes or most * each) // most
         if per_node > allocation.gpus_per_node > 0:
             raise PlanError(
                 f"{per_node} ranks on a node need as many GPUs, and a node of job {allocation.job} "
                 f"has {allocation.gpus_per_node}: choose another -n, or --nodes"
+            )
+        if least > allocation.nodes:
+            raise PlanError(
+                f"the run needs {least} nodes, and job {allocation.job} has {allocation.nodes}: "
+                "choose fewer by --nodes, or get a larger job (salloc)"
+            )
+        nodes = self._find_nodes(allocation, most)
+        if len(nodes) < least:
+            raise LaunchError(
+                f"job {allocation.job} has {len(nodes)} of {allocation.nodes} nodes left, and the "
+                f"run needs {least}"
             )
         count = min(most, len(nodes))
         if count < most:

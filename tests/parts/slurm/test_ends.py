@@ -8,28 +8,12 @@ from contextlib import closing
 import psutil
 import pytest
 
+from tests.support.cluster_trainings import RESUMES
 from tests.support.kernel import Notebook
 from tests.support.slurm import Job, SlurmCluster
 from tests.support.waiting import is_gone, wait_until
 
 pytestmark = pytest.mark.slurm
-
-RESUMES = """
-def train(until=200):
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    last = nbtrain.last_checkpoint()
-    start = int((last / "step").read_text()) if last else 0
-    for step in range(start, until):
-        dist.all_reduce(torch.ones(1))
-        nbtrain.log(step=step, x=float(step))
-        time.sleep(0.02)
-        if step % 10 == 9:
-            with nbtrain.checkpoint(step + 1) as path:
-                if dist.get_rank() == 0:
-                    (path / "step").write_text(str(step + 1))
-    return start
-"""
 
 Start = Callable[[Job], Notebook]
 

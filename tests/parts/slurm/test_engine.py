@@ -9,38 +9,12 @@ from contextlib import closing
 import psutil
 import pytest
 
+from tests.support.cluster_trainings import DDP, SPIN
 from tests.support.kernel import Notebook
 from tests.support.slurm import Job, SlurmCluster
 from tests.support.waiting import is_gone, wait_until
 
 pytestmark = pytest.mark.slurm
-
-TRAIN = """
-def train(model, steps=20):
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank())
-    for step in range(steps):
-        loss = ddp(torch.randn(8, 4)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        nbtrain.log(step=step, loss=loss.item())
-    print("trained on node", os.environ["GROUP_RANK"], "of", os.environ["GROUP_WORLD_SIZE"])
-    return [p.detach().tolist() for p in model.parameters()]
-"""
-
-SPIN = """
-def spin(steps=100_000):
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    for step in range(steps):
-        dist.all_reduce(torch.ones(3))
-        nbtrain.log(step=step, x=1.0)
-        time.sleep(0.02)
-"""
 
 BACKGROUND = "run = nbtrain.launch(spin, engine='slurm', background=True, view='none'{})"
 
@@ -55,7 +29,7 @@ def start_spinning(notebook: Notebook, options: str = "") -> None:
 
 def test_a_cell_trains_on_both_nodes_and_the_weights_come_home(notebook: Notebook) -> None:
     notebook.run("torch.manual_seed(0); model = torch.nn.Linear(4, 1); before = id(model)")
-    out = notebook.run(f"%%distributed\n{TRAIN}", timeout=120)
+    out = notebook.run(f"%%distributed\n{DDP}", timeout=120)
     assert not out.ename, out.traceback
     notebook.run("run = nbtrain.last_run()")
     first, *others = notebook.value("run.results")
@@ -74,7 +48,7 @@ def test_a_cell_trains_on_both_nodes_and_the_weights_come_home(notebook: Noteboo
 
 
 def test_the_weights_are_those_of_fresh_processes_on_one_host(notebook: Notebook) -> None:
-    notebook.run(f"results = []{TRAIN}")
+    notebook.run(f"results = []{DDP}")
     for engine in ("spawn", "slurm"):
         notebook.run("torch.manual_seed(0); model = torch.nn.Linear(4, 1)")
         options = f"engine={engine!r}, num_processes=2, env={{'OMP_NUM_THREADS': '1'}}, view='none'"
@@ -194,7 +168,7 @@ def test_fewer_ranks_or_nodes_can_be_chosen(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--nodes 3 -n 3", "has 2 of 2 nodes"),
+        ("--nodes 3 -n 3", "the run needs 3 nodes, and job"),
         ("--nodes 2 -n 3", "3 ranks cannot be shared equally by 2 nodes"),
         ("--address auto", "are options of -e ray"),
         ("--resources CPU=1", "are options of -e ray"),

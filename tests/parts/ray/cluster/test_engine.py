@@ -9,22 +9,14 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from tests.support.cluster_trainings import DDP, RESUMES, SPIN
 from tests.support.kernel import Notebook, Outputs
 from tests.support.strangers import listening
 from tests.support.waiting import wait_until
 
-from .runs import DDP, RESUMES, number_of
+from .runs import number_of
 from .simulated import Simulated
 
-SPIN = """
-def spin(steps=100_000):
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    for step in range(steps):
-        dist.all_reduce(torch.ones(3))
-        nbtrain.log(step=step, x=1.0)
-        time.sleep(0.02)
-"""
 HANGS = """
 def hangs():
     import torch.distributed as dist

@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cluster_trainings import RESUMES
 from tests.support.kernel import Notebook, Outputs
 from tests.support.waiting import wait_until
 
-from .runs import RESUMES, number_of
+from .runs import number_of
 from .simulated import Simulated
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cluster_trainings import RESUMES
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 
 from .conftest import on
-from .runs import RESUMES, check_the_quickstart
+from .runs import check_the_quickstart
 from .two_hosts import Hosts, cannot
 
 CUT = 10.0

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.cluster_trainings import DDP
 from tests.support.kernel import Notebook
 from tests.support.paths import ROOT
 from tests.support.strangers import KINDS, Crowd, listening
 from tests.support.waiting import wait_until
 
-from .runs import DDP
 from .simulated import Simulated
 
 LAUNCH = "run = nbtrain.launch(train, model, 40, 0.05, engine='ray', nodes=2, num_processes=2{})"
