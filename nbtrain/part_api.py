@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .findings import Finding
     from .lifecycle.catalog import find_run
     from .lifecycle.launch_sides import CellPlace, Companion, LaunchSide
-    from .lifecycle.launcher import run_plan
+    from .lifecycle.launcher import run_plan, run_submitted
     from .lifecycle.limits import FAILURE_REPORT_TIMEOUT_S, START_TIMEOUT_S
     from .lifecycle.run import Run, last_run, set_last_run, wait_for_state
     from .part import PASS, Command, Device, Part, Typed, load, load_provided
@@ -62,9 +62,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     )
     from .tracking import clock, events
     from .tracking.event_log import EventWriter, Reader, all_events, event_tail, new_events
-    from .tracking.launch_log import LOGGER, attempt
+    from .tracking.launch_log import LOGGER, attempt, printed_in
     from .tracking.limits import POLL_INTERVAL_S, UNRESPONSIVE_AFTER_S
-    from .tracking.run_folder import RunFolder, mark_stopping
+    from .tracking.run_folder import JobState, RunFolder, is_queued, mark_stopping, set_scheduler
     from .tracking.state import IDLE, RankState, RunState, is_secondary_failure
     from .transport import payload, result_pickler
     from .transport.channel import Address, Channel, Listener, connect, fill_memory_file
@@ -97,7 +97,7 @@ _NAMES = {
     "findings": "Finding",
     "lifecycle.catalog": "find_run",
     "lifecycle.launch_sides": "CellPlace Companion LaunchSide",
-    "lifecycle.launcher": "run_plan",
+    "lifecycle.launcher": "run_plan run_submitted",
     "lifecycle.limits": "FAILURE_REPORT_TIMEOUT_S START_TIMEOUT_S",
     "lifecycle.run": "Run last_run set_last_run wait_for_state",
     "part": "Command Device PASS Part Typed load load_provided",
@@ -116,9 +116,9 @@ _NAMES = {
     "strip_escapes with_article",
     "tracking": "clock events",
     "tracking.event_log": "EventWriter Reader all_events event_tail new_events",
-    "tracking.launch_log": "LOGGER attempt",
+    "tracking.launch_log": "LOGGER attempt printed_in",
     "tracking.limits": "POLL_INTERVAL_S UNRESPONSIVE_AFTER_S",
-    "tracking.run_folder": "RunFolder mark_stopping",
+    "tracking.run_folder": "JobState RunFolder is_queued mark_stopping set_scheduler",
     "tracking.state": "IDLE RankState RunState is_secondary_failure",
     "transport": "payload result_pickler",
     "transport.channel": "Address Channel Listener connect fill_memory_file",
@@ -148,21 +148,22 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "PASS", "POLL_INTERVAL_S", "REPORT_INTERVAL_S", "RIGHT", "SIGNALS", "START_TIMEOUT_S",
     "UNKILLABLE_AFTER_S", "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace",
     "Channel", "Command", "Companion", "Device", "Display", "Engine", "EventWriter", "Exit",
-    "FileCopies", "Finding", "ForkEngine", "Job", "LaunchError", "LaunchSide", "Listener",
-    "MissingExtra", "NbtrainError", "Observer", "Option", "OrderReader", "OrderWriter", "Part",
-    "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide", "RankState", "Ranks",
-    "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed", "all_events",
+    "FileCopies", "Finding", "ForkEngine", "Job", "JobState", "LaunchError", "LaunchSide",
+    "Listener", "MissingExtra", "NbtrainError", "Observer", "Option", "OrderReader", "OrderWriter",
+    "Part", "Placement", "Plan", "PlanError", "RankContext", "RankDied", "RankSide", "RankState",
+    "Ranks", "Reader", "Run", "RunFolder", "RunState", "SpawnEngine", "Task", "Typed", "all_events",
     "attempt", "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events",
     "failing_plan", "file_size", "fill_memory_file", "find_run", "fork_process", "format_bytes",
     "format_duration", "format_ranks", "guard_step", "hooks", "host", "html_table",
-    "interpreter_command", "is_loopback", "is_metric", "is_secondary_failure", "kernel_detach",
-    "last_run", "load", "load_provided", "log_values", "mark_stopping", "mask_source", "mask_text",
-    "name_with_lookalikes", "new_events", "own_address", "parser", "patch", "payload",
-    "plan_fields", "plural", "prompt", "rank_context", "rank_environment", "read_appended",
-    "read_regular", "ready_to_fork", "replace", "result_pickler", "run_plan", "run_task",
-    "run_texts", "scope", "set_last_run", "short_repr", "shorten", "show", "split_line",
-    "strip_escapes", "task_values", "text_table", "undo_later", "wait_for_state", "when_imported",
-    "with_article", "write_atomically",
+    "interpreter_command", "is_loopback", "is_metric", "is_queued", "is_secondary_failure",
+    "kernel_detach", "last_run", "load", "load_provided", "log_values", "mark_stopping",
+    "mask_source", "mask_text", "name_with_lookalikes", "new_events", "own_address", "parser",
+    "patch", "payload", "plan_fields", "plural", "printed_in", "prompt", "rank_context",
+    "rank_environment", "read_appended", "read_regular", "ready_to_fork", "replace",
+    "result_pickler", "run_plan", "run_submitted", "run_task", "run_texts", "scope", "set_last_run",
+    "set_scheduler", "short_repr", "shorten", "show", "split_line", "strip_escapes", "task_values",
+    "text_table", "undo_later", "wait_for_state", "when_imported", "with_article",
+    "write_atomically",
 ]  # fmt: skip
 
 

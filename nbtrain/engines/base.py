@@ -160,6 +160,14 @@ class Engine(ABC):
         """Reserve ranks that stay for a task that the cell does not wait for."""
         return contextlib.nullcontext()
 
+    def submit(self, job: Job) -> bool:
+        """Have a scheduler start the run later, if this engine does that; return whether it does.
+
+        `start` is not called then: the scheduler's job calls `run_submitted`.
+        Raises `PlanError` or `LaunchError` if the scheduler refuses, and nothing was submitted.
+        """
+        return False
+
     def discard(self) -> None:
         """Release what was prepared, after a start and without one."""
         return

@@ -101,6 +101,14 @@ def _watch(engine: Engine, job: Job, state: RunState, random_state: Any, kernel:
     random.setstate(random_state)
     kernel_detach.leave_kernel(job.folder.launcher_log)
     gc.freeze()
+    return watch(engine, job, state, kernel)
+
+
+def watch(engine: Engine, job: Job, state: RunState, kernel: int | None = None) -> int:
+    """Start the ranks and watch them to their end; return the exit code of this process.
+
+    SIGTERM ends the run, and so does the end of the process `kernel`, if it is given.
+    """
     LOGGER.info("process %d watches the run", os.getpid())
     supervisor = Supervisor(job.folder, state, job.plan)
 

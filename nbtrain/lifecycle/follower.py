@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import LaunchError
+from ..errors import LaunchError, NbtrainError
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking.event_log import new_events
@@ -54,10 +54,11 @@ class Follower:
     def wait_for_ranks(self, timeout_s: float) -> bool:
         """Wait until the ranks have started; return False if they cannot start.
 
-        Call it before `start`. After the timeout, a run that has not ended counts as started.
+        Call it before `start`. After the timeout, a run that has not ended counts as started, and
+        so does one that waits in a queue, at once.
         """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and not self.state.is_over:
+        while time.monotonic() < deadline and not (self.state.is_over or self.state.is_queued):
             if all(rank.pid is not None or rank.is_over for rank in self.state.ranks):
                 return True
             if not self._is_watched():
@@ -99,7 +100,14 @@ class Follower:
             self._end()
 
     def _read_events(self) -> None:
-        """Fold what the launcher and the ranks have written since the last call."""
+        """Fold what the launcher and the ranks have written since the last call.
+
+        Of a run in a queue, reads everything: its job writes a new manifest when it begins.
+        """
+        if self.state.is_queued:
+            with contextlib.suppress(NbtrainError):  # the folder is just being replaced
+                self.state, _, self._reader = catch_up(self._folder)
+            return
         launcher_events: list[ev.Event] = []
         with contextlib.suppress(OSError):  # out of descriptors, as above
             launcher_events += new_events(self._reader.launcher)

@@ -58,6 +58,10 @@ class Companion:
         """Return what is special about a run that has succeeded, for people; "" for nothing."""
         return ""
 
+    def judge(self, end: ev.Finished) -> ev.Finished:
+        """Return the end of the run as it is recorded, by default as the launcher judges it."""
+        return end
+
     def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> Sequence[ev.Event]:
         """Handle the end of the run just before it is recorded; return events to record first.
 

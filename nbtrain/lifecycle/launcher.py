@@ -40,6 +40,7 @@ from ..system.text import plural, with_article
 from ..tracking import clock, launch_log, run_folder
 from ..tracking.launch_log import LOGGER, attempt
 from ..tracking.replay import initial_state
+from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport import result_pickler
 from ..transport.job import Job
@@ -63,7 +64,7 @@ from .run import (
     prune_old_runs,
     set_last_run,
 )
-from .run_info import manifest
+from .run_info import complete_manifest, manifest
 from .supervisor import Interrupts, Supervisor
 
 _NO_DEBUGGER = Finding(
@@ -125,6 +126,7 @@ def launch(
     turn: Mapping[str, Any] | None = None,
     background: bool = False,
     detach: bool = False,
+    submit: str | None = None,
     view: str = "auto",
     telemetry: str | Iterable[str] = SOURCES,
     hang_after: float | None = 300.0,
@@ -187,6 +189,8 @@ def launch(
             ``{"lr": "/3"}``. A checkpoint that is loaded does not replace them.
         background: return the run when its ranks have started; it ends with the kernel.
         detach: the same, but the run survives the kernel: ``%nbtrain show`` displays it in another.
+        submit: the same, on the nodes of a Slurm job of its own: options of ``sbatch`` for that
+            job. It waits in Slurm's queue, and `engine` and `num_processes` apply in the job.
         view: how progress is shown: 'auto', 'widget', 'html', 'text' or 'none'.
         telemetry: what the ranks report by themselves, of
             `nbtrain.planning.option_types.SOURCES`: names, or a text as for ``%%distributed``
@@ -334,11 +338,8 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     try:
         for side in launch_sides():
             engine = side.replace_engine(plan, engine)
-        plan, device = engine.resolve(plan)
-        LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
-        findings += _check(plan, device, engine)
-        engine.prepare(plan.hide_notify_addresses())
-        findings += engine.notes
+        plan, device, found = _get_ready(plan, engine)
+        findings += found
         has_prompt = not (plan.is_background or engine.on_cluster) and prompts.find() is not None
         if plan.debug and not has_prompt:
             findings.append(_NO_DEBUGGER)
@@ -370,6 +371,43 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
     if error is not None:
         raise show_rank_traceback(error)
     return run
+
+
+def _get_ready(plan: Plan, engine: Engine) -> tuple[Plan, str, list[Finding]]:
+    """Resolve and check a plan, and prepare its engine; return plan, device and findings."""
+    plan, device = engine.resolve(plan)
+    LOGGER.info("%s on %s", plural(plan.num_processes or 1, "rank"), device)
+    findings = _check(plan, device, engine)
+    engine.prepare(plan.hide_notify_addresses())
+    return plan, device, [*findings, *engine.notes]
+
+
+@launch_log.record_launch()
+def run_submitted(load: Callable[[], Plan], folder: RunFolder, *, in_notebook: bool) -> None:
+    """Run a submitted plan in the job that its scheduler has begun, in the folder of its run.
+
+    `load` loads the plan as the notebook sent it, with its values in ``__main__``. Raises nothing:
+    the end is recorded in the folder.
+    """
+    launch_log.keep_in(folder.launcher_log)
+    given = folder.read_manifest()
+    plan = Plan(Call(len), str(given["name"]))
+    engine = None
+    try:
+        plan = load()
+        engine = engines.choose(plan)
+        task_values.keep_references(plan.task)
+        plan, device, findings = _get_ready(plan, engine)
+        job, state = make_job(plan, device, engine, findings, folder)
+    except Exception as error:  # of the user's modules, too; it is the run's
+        run_folder.recreate(folder, given)
+        supervisor = Supervisor(folder, initial_state(given), plan)
+        supervisor.abort(f"{type(error).__name__}: {error}", getattr(error, "code", ""))
+    else:
+        background.watch(engine, replace(job, in_notebook=in_notebook), state)
+    finally:
+        if engine is not None:
+            engine.discard()
 
 
 def _display(plan: Plan, engine: Engine, choose: Callable[..., Display]) -> Display:
@@ -458,7 +496,7 @@ def _check_other_runs(plan: Plan, device: str) -> list[Finding]:
     Raises `PreflightError` instead if both use accelerators of one kind, except for GPUs that
     `--env CUDA_VISIBLE_DEVICES` selects. Does not check which GPUs the other run uses.
     """
-    others = background_runs()
+    others = [run for run in background_runs() if not run.state.is_submitted]
     if not others:
         return []
     on_device = [run for run in others if run.state.device == device]
@@ -491,7 +529,7 @@ def _start_in_background(
     supervisor = None
     if engine.ranks_stay:
         background.start_in_thread(engine, job, state)
-    else:
+    elif not engine.submit(job):
         supervisor = background.start(engine, job, state, ends_with_kernel=not plan.detach)
     follower = Follower(job.folder, supervisor)
     receiver = ResultReceiver(plan)
@@ -519,22 +557,30 @@ def _start_in_background(
 
 
 def make_job(
-    plan: Plan, device: str, engine: Engine, findings: Sequence[Finding]
+    plan: Plan,
+    device: str,
+    engine: Engine,
+    findings: Sequence[Finding],
+    submitted: RunFolder | None = None,
 ) -> tuple[Job, RunState]:
     """Create the run's folder; return the ranks' job, and the run's state before they start.
 
-    Writes this launch's log into the folder from now on. Sets nbtrain's clock by the system's,
-    unless a run is in the background. Raises `LaunchError` if the folder cannot be written, and
-    what a part raises; then the folder is deleted.
+    A `submitted` run has its folder; what only the notebook knew stays in its manifest. Writes this
+    launch's log into the folder from now on. Sets nbtrain's clock by the system's, unless a run is
+    in the background. Raises `LaunchError` if the folder cannot be written, and what a part raises;
+    then a folder that was created is deleted.
     """
     world_size = plan.num_processes or 1
     if not background_runs():  # which would change the clock of a background run
         clock.synchronize()
     contents = manifest(plan, world_size, device, findings, engine.runs_in_kernel)
     contents["earlier"] = None if plan.scaling else previous_curve(contents["name"])
+    if submitted is not None:
+        contents = complete_manifest(contents, submitted.read_manifest())
+        run_folder.recreate(submitted, contents)
     job = Job(
         plan=plan,
-        folder=run_folder.create(contents["name"], contents),
+        folder=submitted or run_folder.create(contents["name"], contents),
         world_size=world_size,
         device=device,
         threads=host.threads_per_rank(world_size),
@@ -547,7 +593,8 @@ def make_job(
         for side in launch_sides():
             job = side.complete_job(job, engine)
     except BaseException:  # an interrupt, too: nothing was started
-        shutil.rmtree(job.folder.path, ignore_errors=True)
+        if submitted is None:
+            shutil.rmtree(job.folder.path, ignore_errors=True)
         raise
     launch_log.keep_in(job.folder.launcher_log)
     LOGGER.info(

@@ -79,7 +79,8 @@ def run_info(folder: RunFolder) -> RunInfo:
         status, flaw = ended[-1].status, strip_escapes(ended[-1].flaw, 200)
         seconds = max(0.0, ended[-1].time - state.created)
     else:
-        status, flaw, seconds = "running" if is_watched(folder) else "lost", "", None
+        alive = "waiting" if state.is_queued else "running"
+        status, flaw, seconds = alive if is_watched(folder) else "lost", "", None
     given = manifest.get("parameters")
     ranks = range(min(state.world_size, tracking_limits.MAX_SINGLE_RANKS))
     tails = [_tail(folder.events(rank)) for rank in ranks]
@@ -151,6 +152,18 @@ def manifest(
         "parameters": parameters(plan.task),
         "returns": [] if in_kernel else [*synced_objects(plan), *plan.out],
     }
+
+
+_OF_NOTEBOOK = ("number", "cell", "cells", "parameters", "earlier")
+"""Keys of the manifest whose values only the notebook's process knows."""
+
+
+def complete_manifest(contents: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a submitted run, in its job, with what the notebook's had."""
+    kept = {name: given.get(name) for name in _OF_NOTEBOOK}
+    known = {each["code"] for each in given["findings"]}  # the notebook names its cells, too
+    found = [each for each in contents["findings"] if each["code"] not in known]
+    return {**given, **contents, **kept, "findings": [*given["findings"], *found]}
 
 
 def _cells(plan: Plan) -> dict[str, str]:

@@ -428,6 +428,8 @@ class Supervisor:
         code = self._stop.code if status == "timed out" else code
         code = ev.ABANDONED if status == "interrupted" and self._stop.is_hasty else code
         end = ev.Finished(clock.now(), -1, status, message, flaw, code, remedy)
+        for each in self.companions:
+            end = each.judge(end)
         pressed = self._stop.requests, self.interrupts.count
         old_request = stop_request(self._folder)
 

@@ -295,6 +295,19 @@ class OptionParser(argparse.ArgumentParser):
     def __init__(self, prog: str, hint: str) -> None:
         super().__init__(prog, usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
         self.hint = hint
+        self.with_flags: set[str] = set()
+        """Its flags whose values may begin with a dash."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Join the flags of `with_flags` with their values: argparse would refuse these."""
+        words = iter(args)
+        joined = [
+            f"{word}={value}"
+            if word in self.with_flags and (value := next(words, None)) is not None
+            else word
+            for word in words
+        ]
+        return super().parse_known_args(joined, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise `PlanError` with argparse's message, and the option that was probably meant."""
@@ -331,6 +344,8 @@ def _add_option(parser: OptionParser, option: Option) -> None:
     elif option.repeats:
         traits |= {"action": "extend" if option.nargs else "append", "nargs": option.nargs}
     traits["default"] = [] if option.repeats else option.default
+    if option.has_flags:
+        parser.with_flags.update(option.flags.split())
     parser.add_argument(*option.flags.split(), dest=option.field, help=option.help, **traits)
 
 

@@ -118,6 +118,9 @@ class Option:
     part: str = ""
     """The part that an option of `Plan` needs, or ""."""
 
+    has_flags: bool = False
+    """Whether its value is a text of flags, and so may begin with a dash."""
+
     @property
     def argument(self) -> str:
         return self.keyword or self.field

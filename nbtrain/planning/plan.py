@@ -236,6 +236,16 @@ class Plan:
         "another kernel",
         False,
     )
+    submit: str | None = option(
+        "--submit",
+        "send the cell as a job to Slurm, with these options of sbatch: '-p gpu -N 2 "
+        "--gpus-per-node=4'; it runs detached on the nodes of that job",
+        metavar="OPTIONS",
+        must_be=("a text with options of sbatch", lambda text: isinstance(text, str)),
+        types=(str,),
+        part="slurm",
+        has_flags=True,
+    )
     hang_after: float | None = option(
         "--hang-after",
         "report a hang: after this many seconds without progress (300), show which rank is "
@@ -314,7 +324,7 @@ class Plan:
     @property
     def is_background(self) -> bool:
         """Whether the run continues after the cell has returned, or even after the kernel ended."""
-        return self.background or self.detach
+        return self.background or self.detach or self.submit is not None
 
     @property
     def has_peers(self) -> bool:
@@ -332,7 +342,9 @@ class Plan:
         if self.downcast_bf16 and precision_is_known and self.mixed_precision != "bf16":
             raise PlanError("downcast_bf16 needs bf16 mixed precision: use -p bf16 --downcast-bf16")
         if self.debug and self.is_background:
-            raise PlanError("--debug needs the foreground: leave out --background and --detach")
+            raise PlanError(
+                "--debug needs the foreground: leave out --background, --detach and --submit"
+            )
         if self.port is not None and not 0 < self.port < 65536:
             raise PlanError(f"the port must be between 1 and 65535, not {self.port!r}")
         options.check_environment(self.env)

@@ -27,7 +27,7 @@ from . import clock, limits
 from . import events as ev
 from .event_log import Reader, all_events
 from .reducers import end_run, fold
-from .run_folder import MANIFEST_FORMAT, RunFolder, is_watched
+from .run_folder import MANIFEST_FORMAT, RunFolder, is_queued, is_watched, job_state
 from .state import PreviousRun, RankState, RunState
 
 _CLOSING = (ev.Exited.kind, ev.Finished.kind)
@@ -43,7 +43,9 @@ def read_state(folder: RunFolder) -> RunState:
     state, last, _ = catch_up(folder)
     if state.is_over or watched:
         return state
-    reason = "the process that watched the run ended before the run did"
+    job = job_state(folder, folder.read_manifest())
+    default = "the process that watched the run ended before the run did"
+    reason = default if job is None else job.text
     latest = max(clock.now(state.clock_offset), time.time())
     return end_run(state, "lost", min(last, latest), reason)
 
@@ -55,13 +57,16 @@ def catch_up(folder: RunFolder) -> tuple[RunState, float, Reader]:
     `read_state` does.
     """
     folder.check_trust()
-    state = initial_state(folder.read_manifest(), folder.manifest)
+    manifest = folder.read_manifest()
+    state = initial_state(manifest, folder.manifest)
     reader = Reader(folder, state.world_size)
     try:
         state, last = _fold_files(folder, reader, state)
     except OSError as error:
         raise NbtrainError(f"{error.filename} cannot be read: {error.strerror}") from error
     folder.check_exists()  # of a folder that was just deleted, only a part was read
+    if state.is_queued and not state.is_over and (job := job_state(folder, manifest)) is not None:
+        state = fold(state, [ev.Waiting(state.created, -1, job.text)])
     return state, last, reader
 
 
@@ -97,6 +102,8 @@ def initial_state(manifest: Mapping[str, Any], place: Path | str = "the manifest
         cell=_number(manifest.get("cell")),
         previous=_previous_run(manifest.get("earlier")),
         clock_offset=_clock_offset(manifest),
+        is_submitted=bool(manifest.get("scheduler")),
+        is_queued=is_queued(manifest),
     )
 
 

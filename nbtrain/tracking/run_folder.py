@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote, unquote
 
+from .. import part
 from ..errors import LaunchError, NbtrainError, PlanError
 from ..system.files import (
     OPEN,
@@ -76,6 +77,8 @@ class RunFolder:
     kept = _File("checkpoints/kept")
     weights = _File("weights")
     questions = _File("questions")
+    payload = _File("payload")
+    scheduled_job = _File("scheduled-job")
     peeks = _File("peeks")
 
     events = _RankFile("jsonl")
@@ -287,8 +290,17 @@ def _distrust_reason(folder: Path) -> str:
 def request_stop(folder: RunFolder, how: str) -> None:
     """Request that the run ends, by a file in its folder; `how` names the requester.
 
-    On a full disk the name may be lost. Raises `NbtrainError` if the file cannot be written.
+    On a full disk the name may be lost. The job of a submitted run is cancelled if it waits. Raises
+    `NbtrainError` if the file cannot be written, or the scheduler does not answer.
     """
+    again = stop_request(folder) is not None
+    _write_stop_request(folder, how)
+    if (scheduler := _scheduler(_manifest_value(folder, "scheduler"))) is not None:
+        scheduler.cancel(folder, how, again=again)
+
+
+def _write_stop_request(folder: RunFolder, how: str) -> None:
+    """Write the file that the process which watches the run looks for. Raises `NbtrainError`."""
     with contextlib.suppress(OSError):
         return write_atomically(folder.stop_request_file, how.encode())
     try:  # an empty file can be created on a full disk
@@ -321,6 +333,59 @@ def stop_request(folder: RunFolder) -> str | None:
         return None
 
 
+@dataclass(frozen=True)
+class JobState:
+    """What a scheduler knows of the job that starts a run."""
+
+    is_over: bool
+    text: str
+    """Its place in the queue, or how it ended."""
+
+
+class Scheduler(Protocol):
+    """Starts submitted runs, each in a job of its cluster.
+
+    A part provides a function that returns it, as ``scheduler``.
+    """
+
+    def read_state(self, folder: RunFolder) -> JobState | None:
+        """Return what becomes of the job of a run; None if that cannot be known here.
+
+        It is called several times in a second.
+        """
+
+    def cancel(self, folder: RunFolder, how: str, *, again: bool) -> None:
+        """Cancel the job if it waits, and record the end of the run then.
+
+        A job that runs reads the request to stop in the folder; if that is made `again`, cancel the
+        job. Raises `LaunchError` if the scheduler does not answer.
+        """
+
+
+def _scheduler(name: Any) -> Scheduler | None:
+    """Return the scheduler of a part; None for a name that no part here has."""
+    with contextlib.suppress(PlanError, KeyError, TypeError):
+        found: Scheduler = part.load_provided(name, "scheduler", "the run")()
+        return found
+    return None
+
+
+def job_state(folder: RunFolder, manifest: Mapping[str, Any]) -> JobState | None:
+    """Return what becomes of the job of a submitted run; None for others, and if it is unknown."""
+    scheduler = _scheduler(manifest.get("scheduler"))
+    return None if scheduler is None else scheduler.read_state(folder)
+
+
+def is_queued(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a run was submitted to a scheduler, and its job has not begun."""
+    return bool(manifest.get("scheduler")) and manifest.get("launcher") is None
+
+
+def set_scheduler(folder: RunFolder, name: str) -> None:
+    """Record that a scheduler starts the run later: until then, no process watches it."""
+    _write_manifest(folder, {**folder.read_manifest(), "scheduler": name}, None)
+
+
 def set_watching_process(folder: RunFolder, pid: int) -> None:
     """Record the process that watches the run from now on."""
     _write_manifest(folder, folder.read_manifest(), pid)
@@ -335,7 +400,7 @@ def recreate(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
     _write_manifest(folder, manifest, os.getpid())
 
 
-def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: int) -> None:
+def _write_manifest(folder: RunFolder, manifest: Mapping[str, Any], launcher: int | None) -> None:
     by = {"launcher": launcher, "launcher_started": process_identity(launcher)}
     write_atomically(folder.manifest, json.dumps({**manifest, **by}).encode())
 
@@ -444,13 +509,18 @@ def is_watched(folder: RunFolder, silence_s: float = limits.HOST_LOST_AFTER_S) -
     """Return whether the process that watches the run is alive and has not written its end yet.
 
     True also without a manifest (the run is starting, or being deleted), and if this process is out
-    of descriptors; False if the manifest is damaged. A process on another host cannot be checked:
-    it counts as alive until the run's files have not changed for `silence_s`.
+    of descriptors; False if the manifest is damaged. Of a submitted run, its scheduler knows. A
+    process on another host cannot be checked: it counts as alive until the run's files have not
+    changed for `silence_s`.
     """
     try:
         manifest = folder.read_manifest()
         if b'"kind":"finished"' in last_bytes(folder.launcher_events):
             return False
+        if (job := job_state(folder, manifest)) is not None:
+            return not job.is_over
+        if is_queued(manifest):
+            return True
         if manifest.get("host", platform.node()) != platform.node():
             newest = max((path.stat().st_mtime for path in folder.path.iterdir()), default=0.0)
             return _time_on_disk(folder.path.parent) - newest < silence_s

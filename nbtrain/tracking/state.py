@@ -450,6 +450,10 @@ class RunState:
     cell: int | None = None
     """The number of the cell that runs, if it has no function; `name` is a line of it then."""
     previous: PreviousRun | None = None
+    is_submitted: bool = False
+    """Whether a scheduler starts it, in a job of a cluster."""
+    is_queued: bool = False
+    """Whether that job has not begun, so that the number of ranks may change."""
     clock_offset: float | None = None
     """The launcher's `clock.offset()`, or None if it is of another host or another boot."""
 

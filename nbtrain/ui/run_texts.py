@@ -77,12 +77,15 @@ def is_stuck(state: RunState) -> bool:
 def status(state: RunState) -> str:
     """Return the run's status in a word or two: the outcome, unless it hangs, fails or restarts.
 
-    A run that hangs is 'stuck'; a running one with a failed rank is 'failing'.
+    A run that hangs is 'stuck'; a running one with a failed rank is 'failing'; one in a queue is
+    'waiting'.
     """
     if is_stuck(state):
         return "stuck"
     if state.status == "starting" and state.attempt > 1:
         return "restarting"
+    if state.status == "starting" and state.is_queued:
+        return "waiting"
     has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
     return "failing" if state.status == "running" and has_failed else state.outcome
 
@@ -217,6 +220,8 @@ def facts(state: RunState, now: float, *, brief: bool = False) -> str:
     rank.
     """
     parts = [plural(state.world_size, "rank"), state.engine, devices(state)]
+    if state.is_queued:  # its job decides about ranks and devices
+        parts = [state.engine]
     if state.precision != "no":
         parts.append(state.precision)
     if state.attempt > 1:

@@ -225,7 +225,7 @@ def test_a_run_in_the_background_stands_in_the_way_of_one_on_the_same_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = SimpleNamespace(
-        state=SimpleNamespace(device=other, takes_tasks=False),
+        state=SimpleNamespace(device=other, takes_tasks=False, is_submitted=False),
         folder=SimpleNamespace(name="20261129-train"),
     )
     monkeypatch.setattr(launcher, "background_runs", lambda: [run])
@@ -236,3 +236,5 @@ def test_a_run_in_the_background_stands_in_the_way_of_one_on_the_same_device(
     else:
         codes = [finding.code for finding in launcher._check_other_runs(plan, device)]
         assert codes == ["run-in-background"]
+    run.state.is_submitted = True  # its job is elsewhere
+    assert launcher._check_other_runs(plan, device) == []

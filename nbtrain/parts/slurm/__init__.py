@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Slurm allocation that the notebook is in."""
+"""Ranks on the nodes of the Slurm job that the notebook is in, or of one of their own."""
 
 from ...part_api import Part
 
@@ -6,4 +6,5 @@ PART = Part(
     engines={"slurm": "slurm.engine:SlurmEngine"},
     default_engine="slurm.allocation:default_engine",
     launch_side="slurm.launch_side:SlurmLaunch",
+    provides={"scheduler": "slurm.submit.queue:scheduler"},
 )

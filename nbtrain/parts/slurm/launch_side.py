@@ -6,11 +6,19 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...part_api import Companion, Engine, Job, LaunchSide
+from ...part_api import Companion, Engine, Job, LaunchSide, Plan
 
 
 class SlurmLaunch(LaunchSide):
     """Adds the part's side to ranks where the notebook is in a Slurm job; else does nothing."""
+
+    def replace_engine(self, plan: Plan, engine: Engine) -> Engine:
+        """Return what submits the run, for ``--submit``. Raises `PlanError` for its options."""
+        if plan.submit is None:
+            return engine
+        from .submit.submission import Submission, check_options
+
+        return Submission(check_options(plan.submit))
 
     def complete_job(self, job: Job, engine: Engine) -> Job:
         """Return the job with the side that keeps Slurm's variables from ranks."""

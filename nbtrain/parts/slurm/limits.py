@@ -21,3 +21,9 @@ KEEP_INTERVAL_S = 5.0
 
 COMPLETING_TIMEOUT_S = 5.0
 """For Slurm to report how a job ended, whose processes it is ending."""
+
+SUBMIT_TIMEOUT_S = 60.0
+"""For ``sbatch``. A plugin of the site may look at each job before it is accepted."""
+
+QUEUE_INTERVAL_S = 10.0
+"""Between two questions to Slurm about a submitted job. Sites ask not to call squeue in a loop."""

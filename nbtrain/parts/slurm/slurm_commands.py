@@ -1,4 +1,4 @@
-"""Calls Slurm's commands: ``srun``, ``scontrol``, ``sinfo``, ``squeue``."""
+"""Calls Slurm's commands: ``srun``, ``scontrol``, ``sinfo``, ``squeue``, ``sbatch``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO
 
 from ...part_api import POLL_INTERVAL_S, LaunchError, shorten
@@ -24,6 +25,8 @@ _KEPT = ("SLURM_CONF", "SLURM_SUBMIT_DIR", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME")
 """Variables of Slurm that ``srun`` gets, and so the ranks. The others would be options of it: of
 tasks, CPUs and memory."""
 
+_RUNNING = ("RUNNING", "SUSPENDED", "CONFIGURING")
+
 _ENDS = {
     "CANCELLED": "was cancelled (scancel)",
     "TIMEOUT": "reached its time limit",
@@ -34,42 +37,61 @@ _ENDS = {
     "COMPLETED": "has ended",
     "COMPLETING": "is ending",
     "FAILED": "has failed",
+    "BOOT_FAIL": "ended because a node could not boot",
 }
 """What became of a job, by its state in Slurm."""
 
 
-def _call(*command: str) -> str:
-    """Return what a command prints. Raises `LaunchError` if it fails."""
+class CommandError(LaunchError):
+    """A command of Slurm has failed; `reason` is what it printed."""
+
+    def __init__(self, command: str, reason: str) -> None:
+        super().__init__(f"`{command}` failed: {reason}")
+        self.reason = reason
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment for a command that Slurm starts: without its job's."""
+    return {n: v for n, v in os.environ.items() if n in _KEPT or not is_of_slurm(n)}
+
+
+def call(
+    *command: str,
+    text: str = "",
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+) -> str:
+    """Return what a command prints; `text` is its input. Raises `LaunchError` if it fails."""
     try:
         done = subprocess.run(
             command,
-            stdin=subprocess.DEVNULL,
+            input=text,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=timeout_s,
+            env=env,
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} does not answer: is Slurm's controller up?") from None
     except OSError as error:
         raise LaunchError(
-            f"this process is in a Slurm job, but has no {command[0]} ({error.strerror}): put "
-            "Slurm's commands on the PATH before the kernel starts"
+            f"{command[0]} cannot be started ({error.strerror}): put Slurm's commands on the PATH "
+            "before the kernel starts"
         ) from error
     if done.returncode:
-        reason = shorten(done.stderr.strip(), 300)
-        raise LaunchError(f"`{' '.join(command)}` failed: {reason}")
+        raise CommandError(" ".join(command), shorten(done.stderr.strip(), 300))
     return done.stdout.strip()
 
 
 def expand_hosts(node_list: str) -> list[str]:
     """Return the names of nodes in Slurm's notation: ``n[1-2]``."""
-    return (_call("scontrol", "show", "hostnames", node_list)).split()
+    return (call("scontrol", "show", "hostnames", node_list)).split()
 
 
 def find_addresses(node_list: str) -> list[str]:
     """Return the address of each node, as Slurm knows it: a name or a number."""
-    shown = _call("scontrol", "--oneliner", "show", "node", node_list)
+    shown = call("scontrol", "--oneliner", "show", "node", node_list)
     return re.findall(r" NodeAddr=(\S+)", shown)
 
 
@@ -80,7 +102,7 @@ def count_gpus(job: str) -> int:
     0 if Slurm does not answer.
     """
     with contextlib.suppress(LaunchError):
-        return read_gpus(_call("scontrol", "--oneliner", "show", "job", job), job)
+        return read_gpus(call("scontrol", "--oneliner", "show", "job", job), job)
     return 0
 
 
@@ -99,7 +121,7 @@ def _read_job(job: str, field: str) -> str:
 
     The tasks of an array are listed together; %A is the number of each as a job.
     """
-    listed = _call("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format=%A {field}")
+    listed = call("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format=%A {field}")
     pairs = (line.partition(" ") for line in listed.splitlines())
     return next((value.strip() for number, _, value in pairs if number == job), "")
 
@@ -130,17 +152,68 @@ def _job_state(job: str) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class QueuedJob:
+    """What squeue prints about a job, in Slurm's words."""
+
+    state: str
+    reason: str
+    """Why it waits: ``Priority``, ``Resources``."""
+    partition: str
+    start: str
+    """When it began or is expected to: ``2026-11-30T14:05:00``; ``N/A`` if that is unknown."""
+    nodes: str
+
+
+def read_queued_job(job: str) -> QueuedJob | None:
+    """Return what Slurm knows about a job; None some minutes after its end.
+
+    Raises `LaunchError` if Slurm does not answer.
+    """
+    try:
+        listed = _read_job(job, "%T|%r|%P|%S|%N")
+    except LaunchError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    return QueuedJob(*listed.split("|")) if listed else None
+
+
+def read_place(job: str, partition: str) -> int | None:
+    """Return the place of a job among those that wait for a partition, from 1; None without one.
+
+    Slurm may start a job further behind first, if that delays no other.
+    """
+    options = (f"--partition={partition}", "--states=PENDING", "--sort=-p,i", "--format=%A")
+    waiting = call("squeue", "--noheader", *options).split()
+    return waiting.index(job) + 1 if job in waiting else None
+
+
+def describe_end(state: str) -> str:
+    """Return how a job ended, by its state in Slurm; "" if it has not. Pure."""
+    return "" if state == "COMPLETING" else _ENDS.get(state, "")
+
+
+def read_ending(job: str) -> str:
+    """Return why Slurm is ending a job, whose processes it has sent signals; "" if it is not."""
+    with contextlib.suppress(LaunchError):
+        state, _, reason = _read_job(job, "%T|%r").partition("|")
+        if state not in _RUNNING:
+            return reason if reason != "None" else "scancel, preemption or its time limit"
+    return ""
+
+
 def check_job(job: str) -> None:
     """Raise `LaunchError` if a job has ended."""
     state = _read_job(job, "%T")
-    if state not in ("RUNNING", "SUSPENDED", "CONFIGURING"):
+    if state not in _RUNNING:
         raise LaunchError(f"the job {job} {_ENDS.get(state, 'has ended')}: get another (salloc)")
 
 
 def find_down(names: Iterable[str]) -> set[str]:
     """Return which nodes Slurm reports as down."""
     nodes = f"--nodes={','.join(names)}"
-    listed = _call("sinfo", "--all", "--noheader", "--Node", nodes, "--format=%N %T")
+    listed = call("sinfo", "--all", "--noheader", "--Node", nodes, "--format=%N %T")
     pairs = (line.split() for line in listed.splitlines())
     return {name for name, state in pairs if state.endswith("*") or state.startswith(_LOST_STATES)}
 
@@ -174,7 +247,6 @@ async def start_step(
         "--mpi=none",
         "--job-name=nbtrain",
     )
-    env = {n: v for n, v in os.environ.items() if n in _KEPT or not is_of_slurm(n)}
     try:
         return await asyncio.create_subprocess_exec(
             "srun",
@@ -183,7 +255,7 @@ async def start_step(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**env, **variables},
+            env={**environment(), **variables},
         )
     except OSError as error:
         raise LaunchError(f"srun could not be started ({error.strerror})") from error

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ...part_api import (
     LOGGER,
@@ -35,6 +36,7 @@ class TimeLimit(Companion):
 
     def __init__(self, job: str, folder: RunFolder, request_stop: Callable[[str], None]) -> None:
         self._job, self._folder, self._request_stop = job, folder, request_stop
+        self._is_submitted = folder.scheduled_job.exists()
         self._ends: float | None = None  # by the monotonic clock
         self._notice_s = NOTICE_S
         self._is_over, self._is_saved = threading.Event(), threading.Event()
@@ -107,6 +109,25 @@ class TimeLimit(Companion):
         """Return what was noted since the last call."""
         news, self._news = self._news, []
         return news
+
+    def judge(self, end: ev.Finished) -> ev.Finished:
+        """Return that Slurm ended the run, if it ends the job that was submitted for it.
+
+        Slurm ends all processes of a job at once, so that ranks seem to fail. How a job ended is
+        known when all have ended.
+        """
+        if not self._is_submitted or end.status not in ("failed", "interrupted"):
+            return end
+        reason = slurm_commands.read_ending(self._job)
+        if not reason:
+            return end
+        return replace(
+            end,
+            status="interrupted",
+            message=f"because Slurm ended the job {self._job} ({reason})",
+            code="",
+            remedy="",
+        )
 
     def finish(self, end: ev.Finished, is_pressed: Callable[[], bool]) -> Sequence[ev.Event]:
         """Stop to follow the job."""

@@ -89,7 +89,7 @@ def _parts(
 ) -> tuple[str, str, str, str]:
     """Draw the board's four parts: title, notes, middle, and what was printed.
 
-    For an ended run, the last has a folded card, too.
+    For an ended run, the last has a folded card, too. A run in a queue has a title and notes.
     """
     marked = rank_texts.mark_late_ranks(stragglers.mark_slow_ranks(state))
     notes = "".join(f"<div>{theme.format_code(note)}</div>" for note in run_texts.notes(state))
@@ -101,6 +101,8 @@ def _parts(
     if state.is_over:
         printed += theme.draw_folded("Copy as image", card.image(card.card(state, now)))
     title = header.title(marked, now)
+    if state.is_queued and not state.is_over:
+        return title, notes, "", ""
     ranks = _draw_ranks(marked, each=choices.each)
     curves = charts.curves_of(marked, choices.metric)
     rate = charts.rate_of(marked) if choices.metric not in RATES else None

@@ -1,0 +1,1 @@
+"""Sends a cell to Slurm as a job of its own, and follows that job."""
