@@ -117,10 +117,10 @@ def test_the_place_in_the_queue_is_shown_and_the_result_is_in_another_kernel(
             submit(first, "-N 1 -n 2", DDP)
             names.append(first.value("run.folder.name"))
             shown = first.value("run.state.message")
-            assert f"waiting: {place} in the queue of debug" in shown
+            assert f"{place} in the queue of debug" in shown
             assert f"job {job_of(first)}" in shown
         board = first.run("run").displays[-1]["text/html"]
-        assert "waiting: 2nd" in board
+        assert "2nd" in board
         assert "rank" not in board
         first.close()
         second = start_kernel()
@@ -294,16 +294,15 @@ def test_options_with_an_open_quote_are_refused() -> None:
 @pytest.mark.parametrize(
     ("place", "reason", "start", "expected"),
     [
-        (1, "Resources", "N/A", "waiting: 1st in the queue of gpu (Resources), job 7"),
-        (2, "None", "N/A", "waiting: 2nd in the queue of gpu, job 7"),
-        (12, "Priority", "N/A", "waiting: 12th in the queue of gpu (Priority), job 7"),
-        (None, "Priority", "N/A", "waiting: in the queue of gpu (Priority), job 7"),
+        (1, "Resources", "N/A", "1st in the queue of gpu (Resources), job 7"),
+        (2, "None", "N/A", "2nd in the queue of gpu, job 7"),
+        (12, "Priority", "N/A", "12th in the queue of gpu (Priority), job 7"),
+        (None, "Priority", "N/A", "in the queue of gpu (Priority), job 7"),
         (
             23,
             "Priority",
             "2026-11-30T14:05:00",
-            "waiting: 23rd in the queue of gpu (Priority), job 7, expected to begin on 2026-11-30 "
-            "at 14:05",
+            "23rd in the queue of gpu (Priority), job 7, expected to begin on 2026-11-30 at 14:05",
         ),
     ],
 )

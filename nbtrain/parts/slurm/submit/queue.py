@@ -89,18 +89,18 @@ def _read_state(folder: RunFolder) -> JobState | None:
 
 
 def describe_place(job: str, found: slurm_commands.QueuedJob, place: int | None) -> str:
-    """Return what a job that waits is waiting for: ``waiting: 3rd in the queue (Priority)``. Pure.
+    """Return what a job that waits is waiting for: ``3rd in the queue of gpu (Priority)``. Pure.
 
     The words in brackets are Slurm's.
     """
-    where = "in the queue" if place is None else f"{ordinal(place)} in the queue"
+    where = "in the queue" if place is None else f"{_ordinal(place)} in the queue"
     begin = found.start.partition("T")
     expected = f", expected to begin on {begin[0]} at {begin[2][:5]}" if begin[2] else ""
     reason = "" if found.reason == "None" else f" ({found.reason})"
-    return f"waiting: {where} of {found.partition}{reason}, job {job}{expected}"
+    return f"{where} of {found.partition}{reason}, job {job}{expected}"
 
 
-def ordinal(number: int) -> str:
+def _ordinal(number: int) -> str:
     """Return ``1st``, ``2nd``, ``11th``. Pure."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
