@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from typing import IO, Any
 
+from ...engines.remote.dependencies import Fingerprint
+from ...engines.remote.module_copy import ModuleCopy
 from ...engines.remote.node_ranks import NodeOrder, NodeRanks
 from ...engines.remote.nodes import describe_host
 from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
@@ -41,6 +43,7 @@ def main(order: Mapping[str, Any]) -> None:
         agent.serve()
     finally:
         agent.end()
+        agent.modules.delete()
         os._exit(0)  # a rank's store, or what a library started, must not keep the step alive
 
 
@@ -52,6 +55,7 @@ class Agent:
         self._ranks: NodeRanks | None = None
         self._changing = threading.Lock()  # held while an order begins or ends
         self._payload = b""
+        self.modules = ModuleCopy()
 
     def serve(self) -> None:
         """Serve requests until the connection ends."""
@@ -83,6 +87,14 @@ class Agent:
     def look(self, modules: list[str]) -> dict[str, Any]:
         """Return what this host is; see `describe_host`."""
         return describe_host(self._address, modules)
+
+    def needs_modules(self, folder: str, files: Fingerprint) -> bool:
+        """Return whether this node needs a copy of modules; see `ModuleCopy.is_needed`."""
+        return self.modules.is_needed(folder, files)
+
+    def unpack_modules(self, folder: str, files: Fingerprint, packed: bytes) -> None:
+        """Make that copy."""
+        self.modules.unpack(folder, files, packed)
 
     def begin(self, order: NodeOrder) -> int:
         """Get ready to start ranks; see `Link.begin`."""
