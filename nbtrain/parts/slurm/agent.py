@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,15 +37,26 @@ def main(order: Mapping[str, Any]) -> None:
     # that are started here ignore it, too, unless the user's code handles it.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_once)
     channel = connect((launcher, order["port"]))
     channel.send({"token": token, "node": node, "launcher": launcher})
     agent = Agent(channel, own_address(launcher) or launcher)
     try:
         agent.serve()
     finally:
+        channel.close()  # before the ranks end: the driver reports the job's end and not theirs
         agent.end()
         agent.modules.delete()
         os._exit(0)  # a rank's store, or what a library started, must not keep the step alive
+
+
+def _exit_once(number: int, _frame: object) -> None:
+    """Exit, and delete temporary files before that.
+
+    Slurm sends SIGTERM when a job ends, and SIGKILL after ``KillWait`` (30 s by default).
+    """
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit()
 
 
 class Agent:
