@@ -154,6 +154,7 @@ class SlurmCluster:
         message_timeout_s: int = 5,
         min_job_age_s: int = 300,
         more: str = "",
+        hidden: Mapping[str, Path] | None = None,
     ) -> None:
         """Write the configuration, with the lines of `more` at its end.
 
@@ -161,6 +162,8 @@ class SlurmCluster:
         between SIGTERM and SIGKILL at a job's end, and `min_job_age_s` how long Slurm remembers a
         job that has ended. A dead node is down after 7 s with timeouts of 3 s, after 18 s with
         10 and 3, and after 30 s with 10 and 10: a message to it fails only at its own timeout.
+        What runs on a node sees nothing in the folder that `hidden` names for it, as without a
+        shared disk; see `can_hide_folders`.
         """
         installation = find_slurm()
         assert installation is not None, MISSING
@@ -173,6 +176,7 @@ class SlurmCluster:
             "SLURM_CONF": str(self.folder / "slurm.conf"),
         }
         """What the environment of a client needs to reach this cluster."""
+        self._hidden = hidden or {}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._allocations: list[subprocess.Popen[bytes]] = []
         address = "NodeHostname=localhost NodeAddr=127.0.0.1"
@@ -233,7 +237,11 @@ class SlurmCluster:
         folder.mkdir(exist_ok=True)
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig=KILL", self.programs[program], *arguments],
+                [
+                    *("setpriv", "--pdeathsig=KILL"),
+                    *_hide_folder(self._hidden.get(name)),
+                    *(self.programs[program], *arguments),
+                ],
                 cwd=folder,
                 env=self.env,
                 stdin=subprocess.DEVNULL,
@@ -372,6 +380,21 @@ class SlurmCluster:
             allocation.stdin.close()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder)
+
+
+def _hide_folder(folder: Path | None) -> list[str]:
+    """Return the words before a command, by which it sees an empty folder in a folder's place."""
+    if folder is None:
+        return []
+    script = 'mount -t tmpfs none "$0" && exec "$@"'
+    return ["unshare", "--mount", "--propagation=private", "sh", "-c", script, str(folder)]
+
+
+def can_hide_folders() -> bool:
+    """Return whether this user may mount, for a process alone: root may, unless in a sandbox."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*_hide_folder(Path(folder)), "true"]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _folder_of(process: psutil.Process) -> Path | None:

@@ -6,13 +6,18 @@ import ast
 import contextlib
 import dis
 import importlib.util
+import io
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 from ...planning import task_values
 from ...planning.plan import Cell, Task
+
+Fingerprint = tuple[tuple[str, int, int], ...]
+"""Paths of files, and when each was written, in ns, and its size in bytes."""
 
 
 def find_packages(task: Task) -> list[str]:
@@ -90,7 +95,7 @@ def excludes(folder: Path) -> list[str]:
     return ["[!.]*", ".?*", "!*.py", *sorted("!/" + "/".join(parts) for parts in inner if parts)]
 
 
-def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
+def fingerprint(folder: Path) -> Fingerprint:
     """Return what changes when a Python file of the `local_modules` does."""
     files = []
     for path in _files(folder):
@@ -98,6 +103,16 @@ def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
             facts = path.stat()
             files.append((str(path), facts.st_mtime_ns, facts.st_size))
     return tuple(files)
+
+
+def pack(folder: Path) -> bytes:
+    """Return the Python files of the `local_modules` as a zip."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        for path in _files(folder):
+            with contextlib.suppress(OSError):  # as in `fingerprint`
+                archive.write(path, path.relative_to(folder))
+    return data.getvalue()
 
 
 def _files(folder: Path) -> list[Path]:

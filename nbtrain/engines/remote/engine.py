@@ -51,6 +51,8 @@ class RemoteEngine(Engine):
     def __init__(self) -> None:
         self._client: DriverClient | None = None
         self._modules: tuple[str, ...] = ()
+        self._sources = ""
+        """The notebook's folder, if the ranks need the modules in it and nodes may not see it."""
         self._environment: dict[str, str] = {}
         """The variables that ranks have of this process, where its environment is theirs."""
 
@@ -73,6 +75,12 @@ class RemoteEngine(Engine):
         self._client.cause = os.getpid(), cause
         return connect(self._client)
 
+    def _find_sources(self, plan: Plan) -> str:
+        """Return the notebook's folder if the ranks may need modules in it, otherwise ""."""
+        folder = Path.cwd()
+        is_needed = plan.takes_tasks or dependencies.beside(plan.task, folder)
+        return str(folder) if is_needed else ""
+
     def bundle(self, plan: Plan, per_node: int) -> dict[str, float]:
         """Return what a node must have free for its ranks, by the names of the cluster."""
         return {}
@@ -93,6 +101,7 @@ class RemoteEngine(Engine):
             modules={**is_imported, "nbtrain": True, "torch": True},
             bundle=self.bundle(plan, per_node),
             patience_s=plan.wait_for_nodes,
+            sources=self._sources,
         )
         client.send(self.driver.place, request)
         with contextlib.closing(

@@ -85,6 +85,8 @@ class NodeRequest:
     """What each node must have free for its ranks, by the names of the cluster."""
     patience_s: float = 0.0
     """The time that the cluster has to make room."""
+    sources: str = ""
+    """The notebook's folder, if its modules must be sent to nodes that do not see them there."""
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,7 @@ class RayEngine(RemoteEngine):
         if address == "local":
             own = _own()
             address, auth_mode, self._environment = own.address, own.auth_mode, own.changes()
-        folder = Path.cwd()
-        needs_sources = plan.takes_tasks or dependencies.beside(plan.task, folder)
-        nodes = self._connect(address, str(folder) if needs_sources else None, auth_mode)
+        nodes = self._connect(address, self._find_sources(plan) or None, auth_mode)
         gpus = max((int(node.total.get("GPU", 0)) for node in nodes), default=0)
         least, most = plan.spread or (1, 1)
         per_node = (plan.num_processes or most * (gpus or 1)) // most

@@ -10,12 +10,15 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from typing import IO, Any
 
+from ...engines.remote.dependencies import Fingerprint
+from ...engines.remote.module_copy import ModuleCopy
 from ...engines.remote.node_ranks import NodeOrder, NodeRanks
 from ...engines.remote.nodes import describe_host
 from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
@@ -34,14 +37,26 @@ def main(order: Mapping[str, Any]) -> None:
     # that are started here ignore it, too, unless the user's code handles it.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_once)
     channel = connect((launcher, order["port"]))
     channel.send({"token": token, "node": node, "launcher": launcher})
     agent = Agent(channel, own_address(launcher) or launcher)
     try:
         agent.serve()
     finally:
+        channel.close()  # before the ranks end: the driver reports the job's end and not theirs
         agent.end()
+        agent.modules.delete()
         os._exit(0)  # a rank's store, or what a library started, must not keep the step alive
+
+
+def _exit_once(number: int, _frame: object) -> None:
+    """Exit, and delete temporary files before that.
+
+    Slurm sends SIGTERM when a job ends, and SIGKILL after ``KillWait`` (30 s by default).
+    """
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit()
 
 
 class Agent:
@@ -52,6 +67,7 @@ class Agent:
         self._ranks: NodeRanks | None = None
         self._changing = threading.Lock()  # held while an order begins or ends
         self._payload = b""
+        self.modules = ModuleCopy()
 
     def serve(self) -> None:
         """Serve requests until the connection ends."""
@@ -83,6 +99,14 @@ class Agent:
     def look(self, modules: list[str]) -> dict[str, Any]:
         """Return what this host is; see `describe_host`."""
         return describe_host(self._address, modules)
+
+    def needs_modules(self, folder: str, files: Fingerprint) -> bool:
+        """Return whether this node needs a copy of modules; see `ModuleCopy.is_needed`."""
+        return self.modules.is_needed(folder, files)
+
+    def unpack_modules(self, folder: str, files: Fingerprint, packed: bytes) -> None:
+        """Make that copy."""
+        self.modules.unpack(folder, files, packed)
 
     def begin(self, order: NodeOrder) -> int:
         """Get ready to start ranks; see `Link.begin`."""

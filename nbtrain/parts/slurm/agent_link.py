@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ...engines.remote.dependencies import Fingerprint
 from ...engines.remote.node_ranks import NodeOrder
 from ...engines.remote.nodes import Link, Method, NodeLost, RemoteError
 from ...part_api import Channel
@@ -41,6 +42,14 @@ class AgentLink(Link):
         """Return what the host is; see `describe_host`."""
         facts: dict[str, Any] = await self._request("look", modules)
         return facts
+
+    async def needs_modules(self, folder: str, files: Fingerprint) -> bool:
+        """Return whether the node needs a copy of modules; see `ModuleCopy.is_needed`."""
+        return bool(await self._request("needs_modules", folder, files))
+
+    async def unpack_modules(self, folder: str, files: Fingerprint, packed: bytes) -> None:
+        """Have the node make that copy."""
+        await self._request("unpack_modules", folder, files, packed)
 
     async def begin(self, order: NodeOrder) -> int:
         """Get ready to start ranks; see `Link.begin`."""

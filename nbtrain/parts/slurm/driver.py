@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
 
+from ...engines.remote import dependencies
 from ...engines.remote import driver as remote
 from ...engines.remote.nodes import (
     Node,
@@ -20,6 +22,7 @@ from ...engines.remote.nodes import (
     NodeRequest,
     PlacedNode,
     check_nodes,
+    describe_error,
     describe_host,
 )
 from ...part_api import Channel, LaunchError, Listener, interpreter_command, plural
@@ -141,6 +144,7 @@ class SlurmDriver(remote.Driver):
             chosen = nodes[:most]
             await self._start_agents([n.name for n in chosen if n.name not in self._links])
         links = [self._links[node.name] for node in chosen]
+        await self._send_modules(chosen, request.sources)
         looks = await asyncio.gather(*(link.look(list(request.modules)) for link in links))
         self._placed = [
             PlacedNode(replace(node, address=facts["address"]), link, facts)
@@ -202,6 +206,23 @@ class SlurmDriver(remote.Driver):
                 with contextlib.suppress(ProcessLookupError):
                     step.terminate()
                 raise LaunchError(slurm_commands.describe_failure(missing, output))
+
+    async def _send_modules(self, nodes: Sequence[Node], sources: str) -> None:
+        """Send the modules in the notebook's folder to nodes that do not see them there.
+
+        Without `sources`, which is that folder, nodes delete the copies that they have. Raises
+        `LaunchError` for a node that cannot write a copy, and `LinkError`.
+        """
+        files = await asyncio.to_thread(dependencies.fingerprint, Path(sources)) if sources else ()
+        links = [self._links[node.name] for node in nodes]
+        needs = await asyncio.gather(*(link.needs_modules(sources, files) for link in links))
+        packed = await asyncio.to_thread(dependencies.pack, Path(sources)) if any(needs) else b""
+        for node, link, is_needed in zip(nodes, links, needs, strict=True):
+            try:
+                if is_needed:
+                    await link.unpack_modules(sources, files, packed)
+            except OSError as error:
+                raise LaunchError(describe_error(error, node.name)) from error
 
     async def _explain_end(self, name: str) -> str:
         """Return why the agent on a node has ended."""

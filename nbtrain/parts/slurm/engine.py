@@ -63,6 +63,7 @@ class SlurmEngine(RemoteEngine):
                 f"the run needs {least} nodes, and job {allocation.job} has {allocation.nodes}: "
                 "choose fewer by --nodes, or get a larger job (salloc)"
             )
+        self._sources = self._find_sources(plan)
         nodes = self._find_nodes(allocation, most)
         if len(nodes) < least:
             raise LaunchError(
@@ -80,7 +81,7 @@ class SlurmEngine(RemoteEngine):
 
     def _find_nodes(self, allocation: Allocation, most: int) -> list[object]:
         """Return the nodes of the job that are up, by a driver that may be the last run's."""
-        path = [folder or os.getcwd() for folder in sys.path]  # "" is the notebook's folder
+        path = [os.path.abspath(folder) for folder in sys.path]  # "" is the notebook's folder
         cause = allocation, path, {n: v for n, v in os.environ.items() if _is_read_at_start(n)}
         nodes = self._join(
             cause,

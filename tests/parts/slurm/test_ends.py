@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,7 +37,7 @@ def failure(kernel: Notebook) -> str:
 
 
 def test_a_job_that_is_cancelled_is_named_and_the_kernel_continues(
-    cluster: SlurmCluster, start_kernel_in: Start
+    cluster: SlurmCluster, start_kernel_in: Start, tmp_path: Path
 ) -> None:
     with closing(cluster.job()) as job:
         kernel = start_kernel_in(job)
@@ -44,6 +45,7 @@ def test_a_job_that_is_cancelled_is_named_and_the_kernel_continues(
         cluster.run("scancel", str(job.id))
         assert f"the Slurm job {job.id} was cancelled (scancel)" in failure(kernel)
         wait_until(lambda: all(map(is_gone, ranks)), 30)
+        wait_until(lambda: not list(tmp_path.glob("nbtrain-*")), 10)  # temporary files of nodes
         out = kernel.run("%%distributed\n1", timeout=60)
         assert f"the job {job.id}" in out.evalue
 
