@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,18 @@ from torch.utils.data import DataLoader, Dataset
 
 import nbtrain
 from nbtrain import engines
+from nbtrain.engines.remote import client
 from nbtrain.errors import PreflightError, RankDied, ResultNotPicklable
 from nbtrain.lifecycle.run import Run
 from nbtrain.planning import option_types
 from nbtrain.ui import rank_texts
 from tests.support import shared_memory
 from tests.support.cells import the_last_run
+from tests.support.slurm import Job, SlurmCluster
 
-NAMES = ["fork", "spawn", "xla", "inline"]
-ENGINES = [pytest.param(n, marks=[pytest.mark.xla] if n == "xla" else []) for n in NAMES]
+NAMES = ["fork", "spawn", "xla", "slurm", "inline"]
+MARKS = {"xla": [pytest.mark.xla], "slurm": [pytest.mark.slurm]}
+ENGINES = [pytest.param(n, marks=MARKS.get(n, [])) for n in NAMES]
 
 QUICK = [
     pytest.param(n, marks=pytest.mark.slow) if n == "spawn" else param
@@ -45,11 +49,32 @@ def tpu() -> None:
     plugin.pretend(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slurm_job(request: pytest.FixtureRequest) -> Iterator[Job | None]:
+    """An allocation of one node of a real Slurm, if a test of this module runs there."""
+    here = (item for item in request.session.items if item.path == request.path)
+    if not any(item.get_closest_marker("slurm") for item in here):
+        yield None
+        return
+    with SlurmCluster(nodes=1) as cluster:
+        yield cluster.job(nodes=1, time="60")
+
+
 @pytest.fixture(autouse=True)
-def has_its_device(request: pytest.FixtureRequest) -> None:
-    """Give the xla engine a TPU, as far as it can tell."""
-    if getattr(request.node, "callspec", None) and "xla" in request.node.callspec.params.values():
+def has_its_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, slurm_job: Job | None
+) -> Iterator[None]:
+    """Give the xla engine a TPU, as far as it can tell, and the slurm engine a job."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if "xla" in params.values():
         request.getfixturevalue("tpu")
+    if "slurm" in params.values() and slurm_job is not None:
+        for name in {*slurm_job.variables, "PATH", "LD_LIBRARY_PATH"} & slurm_job.env.keys():
+            monkeypatch.setenv(name, slurm_job.env[name])
+    yield
+    if (kept := client.kept.pop("slurm", None)) is not None:  # else for the next launch
+        kept.close()
+        kept.reap()
 
 
 def launch(engine: str, function: object, *args: object, n: int = 1, **options: object) -> Run:
@@ -206,7 +231,7 @@ def test_inline_leaves_the_real_frames_to_a_debugger() -> None:
 @pytest.mark.part("ray", "tpu")
 def test_every_engine_of_the_table_can_be_had() -> None:
     names = set(option_types.ENGINES) - {"auto", "tpu"}  # what is chosen for the user
-    assert names == {*NAMES, "torch_tpu", "ray", "slurm"}  # which have tests of their own
+    assert names == {*NAMES, "torch_tpu", "ray"}  # which have tests of their own
     assert len({type(engines.get(name)) for name in names}) == len(names)
     assert all(engines.get(name).name == name for name in names)
 
