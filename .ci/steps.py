@@ -285,7 +285,8 @@ tests tests/parts/ray/cluster/test_engine.py -k "weights_come_home or cells_line
         """
 enter all
 slurm
-tests tests/parts/slurm/test_engine.py -k "weights_come_home or cells_line"
+tests tests/parts/slurm/test_engine.py tests/parts/slurm/test_submit.py \
+    -k "weights_come_home or cells_line"
 """,
         needs=("environment",),
         limit=400,
@@ -434,6 +435,7 @@ tests -n 2 -m "slow or not slow" tests/parts/kubernetes -rs
 enter all
 slurm
 tests -n 2 -m "slow or not slow" tests/parts/slurm -rs
+tests -m slurm tests/engines/test_contract.py
 """,
         needs=("environment",),
         limit=1800,

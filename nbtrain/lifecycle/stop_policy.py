@@ -138,10 +138,11 @@ class StopController:
         """Begin a stop if there is a cause; return its reason, or ''.
 
         A failure comes before an interrupt or a request, these before a hang, and that before the
-        timeout.
+        timeout. A hasty request comes first: what ended this process's kernel or job may have ended
+        ranks.
         """
         failed = any(r.status in ("failing", "failed") for r in state.ranks)
-        if failed and self._failures_end:
+        if failed and self._failures_end and not self.is_hasty:
             return self._begin("failed", now, state)
         if asked:
             self.request(asked)

@@ -112,6 +112,14 @@ def find_slurm() -> Installation | None:
     return Installation(programs, plugins.parent, variables)
 
 
+PREEMPTS = """\
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
+PartitionName=low PriorityTier=1 PreemptMode=CANCEL
+PartitionName=high PriorityTier=9 PreemptMode=OFF
+"""
+"""Lines for a cluster where a job of the partition `high` ends jobs of the partition `low`."""
+
 MISSING = "needs Slurm: installed, or unpacked in the folder that NBTRAIN_SLURM_ROOT names"
 """Why a test is skipped where `find_slurm` returns None."""
 

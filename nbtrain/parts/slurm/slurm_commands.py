@@ -25,6 +25,12 @@ _KEPT = ("SLURM_CONF", "SLURM_SUBMIT_DIR", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME")
 """Variables of Slurm that ``srun`` gets, and so the ranks. The others would be options of it: of
 tasks, CPUs and memory."""
 
+UNKNOWN_ENDING = "scancel, preemption or its time limit"
+"""Why Slurm sends signals to the processes of a job, where its state does not tell."""
+
+_ENDINGS = {"CANCELLED": "scancel", "PREEMPTED": "preemption", "TIMEOUT": "its time limit"}
+"""The same by the state."""
+
 _RUNNING = ("RUNNING", "SUSPENDED", "CONFIGURING")
 
 _ENDS = {
@@ -36,6 +42,7 @@ _ENDS = {
     "OUT_OF_MEMORY": "ended because a node ran out of memory",
     "COMPLETED": "has ended",
     "COMPLETING": "is ending",
+    "SIGNALING": "was sent a signal (preemption, or scancel)",
     "FAILED": "has failed",
     "BOOT_FAIL": "ended because a node could not boot",
 }
@@ -191,7 +198,7 @@ def read_place(job: str, partition: str) -> int | None:
 
 def describe_end(state: str) -> str:
     """Return how a job ended, by its state in Slurm; "" if it has not. Pure."""
-    return "" if state == "COMPLETING" else _ENDS.get(state, "")
+    return "" if state in ("COMPLETING", "SIGNALING") else _ENDS.get(state, "")
 
 
 def read_ending(job: str) -> str:
@@ -199,7 +206,7 @@ def read_ending(job: str) -> str:
     with contextlib.suppress(LaunchError):
         state, _, reason = _read_job(job, "%T|%r").partition("|")
         if state not in _RUNNING:
-            return reason if reason != "None" else "scancel, preemption or its time limit"
+            return reason if reason != "None" else _ENDINGS.get(state, UNKNOWN_ENDING)
     return ""
 
 

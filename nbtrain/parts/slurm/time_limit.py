@@ -119,8 +119,10 @@ class TimeLimit(Companion):
         if not self._is_submitted or end.status not in ("failed", "interrupted"):
             return end
         reason = slurm_commands.read_ending(self._job)
-        if not reason:
+        was_signalled = end.code == ev.ABANDONED  # Slurm sent this process SIGTERM
+        if not (reason or was_signalled):
             return end
+        reason = reason or slurm_commands.UNKNOWN_ENDING
         return replace(
             end,
             status="interrupted",

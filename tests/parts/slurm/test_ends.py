@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster_trainings import RESUMES
 from tests.support.kernel import Notebook
-from tests.support.slurm import Job, SlurmCluster
+from tests.support.slurm import PREEMPTS, Job, SlurmCluster
 from tests.support.waiting import is_gone, wait_until
 
 pytestmark = pytest.mark.slurm
@@ -58,6 +58,18 @@ def test_an_allocation_that_is_given_back_is_named(
         ranks = start_training(kernel)
         job.close()
         assert f"the Slurm job {job.id} " in failure(kernel)
+        wait_until(lambda: all(map(is_gone, ranks)), 30)
+
+
+def test_a_job_that_is_preempted_is_named(start_kernel_in: Start) -> None:
+    with (
+        SlurmCluster(more=PREEMPTS) as cluster,
+        closing(cluster.job("--partition=low", "--exclusive")) as job,
+    ):
+        kernel = start_kernel_in(job)
+        ranks = start_training(kernel)
+        with closing(cluster.job("--partition=high", "--exclusive")):
+            assert f"the Slurm job {job.id} was preempted by another job" in failure(kernel)
         wait_until(lambda: all(map(is_gone, ranks)), 30)
 
 

@@ -16,7 +16,7 @@ from nbtrain.parts.slurm.submit.queue import describe_place
 from nbtrain.planning.option_parser import parse_options, split_line
 from tests.support.cluster_trainings import DDP, RESUMES, SPIN
 from tests.support.kernel import Notebook
-from tests.support.slurm import SlurmCluster
+from tests.support.slurm import PREEMPTS, SlurmCluster
 from tests.support.waiting import is_gone, wait_until
 
 on_slurm = pytest.mark.slurm
@@ -172,6 +172,18 @@ def test_a_job_that_is_cancelled_is_no_failure_of_the_ranks(
     assert kernel.value("run.state.status") == "interrupted"
     assert f"Slurm ended the job {job}" in kernel.value("run.state.message")
     wait_until(lambda: all(map(is_gone, ranks)), 30)
+
+
+@on_slurm
+def test_a_job_that_is_preempted_is_no_failure_of_the_ranks(kernel: Notebook) -> None:
+    with SlurmCluster(more=PREEMPTS) as cluster:
+        kernel.run(f"os.environ.update({cluster.variables!r})")
+        submit_spinning(kernel, "-p low -N 1 -n 2 --exclusive")
+        job = job_of(kernel)
+        with closing(cluster.job("--partition=high", "--exclusive")):
+            kernel.run("run.wait()", timeout=60)
+        assert kernel.value("run.state.status") == "interrupted"
+        assert f"Slurm ended the job {job}" in kernel.value("run.state.message")
 
 
 @on_slurm
