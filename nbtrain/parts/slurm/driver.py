@@ -95,10 +95,13 @@ class SlurmDriver(remote.Driver):
                 threading.Thread(target=greet, daemon=True).start()
 
     def _greet(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the first message of what has connected, and add it if it is an agent."""
-        with contextlib.suppress(EOFError, KeyError, TypeError):  # a stranger's
+        """Challenge what has connected; add it if it is an agent (`agent.greet_driver`)."""
+        nonce = secrets.token_hex(16)
+        with contextlib.suppress(EOFError, OSError, KeyError, TypeError, ValueError):  # a stranger
+            channel.send({"nonce": nonce})
             hello, _ = channel.receive()
-            if secrets.compare_digest(str(hello["token"]), self._token):
+            if agent.is_same(hello["proof"], agent.prove(self._token, "agent", nonce)):
+                channel.send({"proof": agent.prove(self._token, "driver", str(hello["nonce"]))})
                 channel.trust()
                 loop.call_soon_threadsafe(self._add_agent, hello, channel)
                 return
