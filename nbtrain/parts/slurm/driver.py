@@ -53,6 +53,7 @@ class SlurmDriver(remote.Driver):
         """This host's address, as the nodes reach it."""
         self._steps: list[asyncio.subprocess.Process] = []
         """Kept, because asyncio kills a process that is forgotten."""
+        self._explaining: asyncio.Task[dict[str, str]] | None = None
         self._payload: IO[bytes] | None = None
         self._placed: list[PlacedNode] = []
 
@@ -192,23 +193,31 @@ class SlurmDriver(remote.Driver):
                 name: asyncio.get_running_loop().create_future() for name in names
             }
             self._awaited |= arrivals
-            has_ended = asyncio.ensure_future(step.wait())
+            has_ended = asyncio.create_task(slurm_commands.wait_for_end(step, output))
             all_arrived: asyncio.Future[Any] = asyncio.gather(*arrivals.values())
-            await asyncio.wait(
-                [all_arrived, has_ended],
-                timeout=AGENT_START_TIMEOUT_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            try:
+                await asyncio.wait(
+                    [all_arrived, has_ended],
+                    timeout=AGENT_START_TIMEOUT_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                has_ended.cancel()
             if not all_arrived.done():
                 missing = [name for name, arrival in arrivals.items() if not arrival.done()]
                 all_arrived.cancel()
+                failure = slurm_commands.describe_failure(missing, output)
                 with contextlib.suppress(ProcessLookupError):
                     step.terminate()
-                raise LaunchError(slurm_commands.describe_failure(missing, output))
+                raise LaunchError(failure)
 
     async def _explain_end(self, name: str) -> str:
-        """Return why the agent on a node has ended."""
-        return await asyncio.to_thread(slurm_commands.explain_end, self._job, name)
+        """Return why the agent on a node has ended. Agents that end together are asked for once."""
+        if self._explaining is None or self._explaining.done():
+            names = [node.name for node in self._nodes]
+            ask = asyncio.to_thread(slurm_commands.explain_ends, self._job, names)
+            self._explaining = asyncio.create_task(ask)
+        return (await asyncio.shield(self._explaining))[name]
 
     async def store_payload(self, path: str) -> None:
         """Send the ranks' payload to each node; keep it for nodes of a later attempt."""

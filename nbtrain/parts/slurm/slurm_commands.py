@@ -24,6 +24,9 @@ _KEPT = ("SLURM_CONF", "SLURM_SUBMIT_DIR", "SLURM_TMPDIR", "SLURM_CLUSTER_NAME")
 """Variables of Slurm that ``srun`` gets, and so the ranks. The others would be options of it: of
 tasks, CPUs and memory."""
 
+_PROCESS_END = re.compile(r"^srun: error: \S+: tasks? [\d,-]+: ", re.MULTILINE)
+"""How a line begins by which ``srun`` names a process that failed, and its node."""
+
 _ENDS = {
     "CANCELLED": "was cancelled (scancel)",
     "TIMEOUT": "reached its time limit",
@@ -189,10 +192,25 @@ async def start_step(
         raise LaunchError(f"srun could not be started ({error.strerror})") from error
 
 
+async def wait_for_end(step: asyncio.subprocess.Process, output: IO[bytes]) -> None:
+    """Wait until a step has ended, or ``srun`` prints into its output that a process of it has.
+
+    ``srun`` itself stays for the other processes.
+    """
+    while step.returncode is None and not _PROCESS_END.search(_read_output(output)):
+        await asyncio.sleep(POLL_INTERVAL_S)
+    if step.returncode is None:  # what the process printed may come after that line
+        await asyncio.sleep(5 * POLL_INTERVAL_S)
+
+
+def _read_output(output: IO[bytes]) -> str:
+    """Return what was printed, without moving the position, at which ``srun`` writes."""
+    return os.pread(output.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+
+
 def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
     """Return that agents did not come, with what ``srun`` printed."""
-    output.seek(0)
-    text = output.read(1 << 16).decode("utf-8", "replace")
+    text = _read_output(output)
     lines = [line for line in text.splitlines() if line.strip() and "cpu binding" not in line]
     reason = "; ".join(lines[-3:])[:600] or "srun printed no reason"
     return (
@@ -201,15 +219,16 @@ def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
     )
 
 
-def explain_end(job: str, name: str) -> str:
-    """Return why nbtrain's process on a node of a job ended, for the ranks that ran there."""
+def explain_ends(job: str, names: Sequence[str]) -> dict[str, str]:
+    """Return why nbtrain's processes on nodes of a job ended, for the ranks that ran there."""
     state, seconds = _job_state(job), 0.0
     while state == "COMPLETING" and seconds < COMPLETING_TIMEOUT_S:  # why comes after that
         time.sleep(POLL_INTERVAL_S)
         state, seconds = _job_state(job), seconds + POLL_INTERVAL_S
     if state and state != "RUNNING":
-        return f"the Slurm job {job} {_ENDS.get(state, state.lower())}"
+        return dict.fromkeys(names, f"the Slurm job {job} {_ENDS.get(state, state.lower())}")
+    reasons = {name: f"nbtrain's process on {name} ended" for name in names}
     with contextlib.suppress(LaunchError):
-        if name in find_down([name]):
-            return f"its node {name} was lost"
-    return f"nbtrain's process on {name} ended"
+        lost = find_down(names)
+        reasons |= {name: f"its node {name} was lost" for name in names if name in lost}
+    return reasons

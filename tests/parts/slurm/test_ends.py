@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
 
+from nbtrain.parts.slurm.limits import AGENT_START_TIMEOUT_S
 from tests.support.cluster_trainings import RESUMES
 from tests.support.kernel import Notebook
 from tests.support.slurm import Job, SlurmCluster
@@ -88,6 +91,28 @@ def test_a_run_continues_on_a_spare_node_of_the_job(start_kernel_in: Start) -> N
         wait_until(lambda: kernel.value("(run.state.ranks[1].step or 0) > 20"), 60)
         assert kernel.value("[r.node for r in run.state.ranks]") == ["n1", "n3"]
         kernel.run("run.stop(); run.wait()")
+
+
+def test_a_launch_fails_with_the_reason_if_nbtrain_cannot_start_on_one_of_the_nodes(
+    cluster: SlurmCluster, start_kernel_in: Start, tmp_path: Path
+) -> None:
+    """``srun`` stays for the other node, so its end alone would be awaited for a minute."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('SLURMD_NODENAME') == 'n2':\n"
+        "    sys.modules['nbtrain'] = None  # as if it were not installed\n"
+    )
+    with closing(cluster.job()) as job:
+        kernel = start_kernel_in(job)
+        path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+        kernel.run(f"os.environ['PYTHONPATH'] = {path!r}")
+        out = kernel.run("%%distributed\n1", timeout=AGENT_START_TIMEOUT_S / 2)
+        assert "on n2 has connected" in out.evalue
+        assert "ModuleNotFoundError: No module named 'nbtrain" in out.evalue
+        assert "srun: error: n2: task 1: Exited with exit code 1" in out.evalue
+        kernel.run(f"os.environ['PYTHONPATH'] = {os.environ.get('PYTHONPATH', '')!r}")
+        out = kernel.run("%%distributed --view none\nos.environ['RANK']", timeout=60)
+        assert not out.ename, out.traceback
 
 
 def test_a_step_of_others_that_ends_or_waits_is_no_matter(
