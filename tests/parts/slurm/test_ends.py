@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from nbtrain.parts.slurm.limits import AGENT_START_TIMEOUT_S
+from nbtrain.parts.slurm.slurm_commands import read_duration
 from tests.support.cluster_trainings import RESUMES
 from tests.support.kernel import Notebook
 from tests.support.slurm import Job, SlurmCluster
@@ -164,6 +165,39 @@ def test_before_the_time_limit_a_checkpoint_is_saved_and_the_run_ends(
         assert kernel.value("run.state.deadline.whose") == f"the Slurm job {job.id}"
         assert kernel.value("[p.name for p in run.folder.glob('checkpoints/kept/step-*')]")
         assert cluster.run("squeue", "-h", "-j", str(job.id), "-o", "%T") == "RUNNING"
+
+
+def test_a_limit_that_is_extended_at_the_last_moment_does_not_end_the_run(
+    cluster: SlurmCluster, start_kernel_in: Start, tmp_path: Path
+) -> None:
+    """The ranks evaluate, so that there is no checkpoint yet, and the run was not stopped."""
+    evaluating = tmp_path / "evaluating"
+    with closing(cluster.job(nodes=1, time="1")) as job:
+
+        def left_s() -> float:
+            return read_duration(cluster.run("squeue", "-h", "-j", str(job.id), "-o", "%L")) or 0.0
+
+        kernel = start_kernel_in(job)
+        pause = f"while os.path.exists({str(evaluating)!r}): time.sleep(0.05)"
+        kernel.run(STEERED.replace("time.sleep(0.02)", f"time.sleep(0.02)\n        {pause}"))
+        kernel.run("model = torch.nn.Linear(4, 1)")
+        options = "num_processes=2, background=True, view='none'"
+        kernel.run(f"run = nbtrain.launch(train, model, {options})")
+        shown = "run.state.deadline.ends - time.time() if run.state.deadline else 1e6"
+        wait_until(lambda: abs(kernel.value(shown) - left_s()) < 5, 30)
+        evaluating.touch()
+        wait_until(lambda: left_s() < 15, 60)  # a checkpoint was requested
+        cluster.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")
+        wait_until(lambda: abs(kernel.value(shown) - left_s()) < 5, 30)
+        evaluating.unlink()  # now it is saved
+        saved = "[p.name for p in run.folder.glob('checkpoints/kept/step-*')]"
+        wait_until(lambda: kernel.value(saved), 30)
+        wait_until(lambda: left_s() < 55, 60)  # after the first limit
+        assert not kernel.value("run.state.is_over")
+        wait_until(lambda: kernel.value("run.state.is_over"), 60)
+        assert kernel.value("run.state.status") == "interrupted"
+        assert f"the Slurm job {job.id} reaches its time limit" in kernel.value("run.state.message")
+        assert len(kernel.value(saved)) == 2
 
 
 def test_a_signal_that_the_user_has_slurm_send_ends_no_rank(
