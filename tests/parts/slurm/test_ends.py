@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -92,6 +92,69 @@ def test_a_run_continues_on_a_spare_node_of_the_job(start_kernel_in: Start) -> N
         wait_until(lambda: kernel.value("(run.state.ranks[1].step or 0) > 20"), 60)
         assert kernel.value("[r.node for r in run.state.ranks]") == ["n1", "n3"]
         kernel.run("run.stop(); run.wait()")
+
+
+def test_a_run_continues_without_the_daemon_of_a_node_until_slurm_ends_its_step(
+    start_kernel_in: Start,
+) -> None:
+    """The step lives on. Slurm takes a node that was down from the job, and ends its step later."""
+    with (
+        SlurmCluster(node_timeout_s=3, message_timeout_s=3) as cluster,
+        closing(cluster.job("--no-kill", time="10")) as job,
+    ):
+        kernel = start_kernel_in(job)
+        start_training(kernel)
+        cluster.kill_slurmd("n2")
+        wait_until(lambda: cluster.node_states()["n2"] == "down*", 60)
+        step = kernel.value("run.state.ranks[1].step")
+        wait_until(lambda: kernel.value("run.state.ranks[1].step") > step + 50, 60)
+        out = kernel.run("%%distributed\n1", timeout=60)
+        assert f"job {job.id} has 1 of 2 nodes left" in out.evalue
+        cluster.start_node("n2")
+        assert "n2" in failure(kernel)
+        wait_until(lambda: cluster.node_states()["n2"] == "idle", 60)
+        out = kernel.run("%%distributed --nodes 1 --view none\nos.environ['RANK']", timeout=60)
+        assert not out.ename, out.traceback
+        assert kernel.value("[r.node for r in nbtrain.last_run().state.ranks]") == ["n1"]
+
+
+def listening_ports(processes: Collection[psutil.Process]) -> set[int]:
+    """Return the TCP ports at which some processes listen."""
+    pids = {process.pid for process in processes}
+    found = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+    return {c.laddr.port for c in found if c.pid in pids}
+
+
+ENDS: dict[str, Callable[[SlurmCluster, Job, Notebook], object]] = {
+    "the kernel is closed": lambda cluster, job, kernel: kernel.close(),
+    "the kernel is killed": lambda cluster, job, kernel: kernel.process.kill(),
+    "the step is cancelled": lambda cluster, job, kernel: cluster.run("scancel", f"{job.id}.0"),
+    "the job ends": lambda cluster, job, kernel: job.close(),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_no_process_and_no_port_is_left_when(
+    what: str, cluster: SlurmCluster, start_kernel_in: Start
+) -> None:
+    """The driver alone stays with its kernel, for the next launch."""
+    with closing(cluster.job()) as job:
+        before = set(cluster.processes())
+        kernel = start_kernel_in(job)
+        start_training(kernel)
+        started = set(cluster.processes()) - before
+        of_kernel = {p for p in started if p.pid == kernel.process.pid}
+        ports = listening_ports(started - of_kernel)
+        assert len(ports) > 1  # the driver's, and the ranks'
+        ENDS[what](cluster, job, kernel)
+        if "kernel" not in what:
+            failure(kernel)
+            wait_until(lambda: len(set(cluster.processes()) - before - of_kernel) <= 1, 30)
+            drivers = [" ".join(p.cmdline()) for p in set(cluster.processes()) - before - of_kernel]
+            assert all("nbtrain.parts.slurm.driver" in driver for driver in drivers)
+            kernel.close()
+        wait_until(lambda: not set(cluster.processes()) - before, 30)
+        assert not ports & listening_ports(list(psutil.process_iter()))
 
 
 def test_a_launch_fails_with_the_reason_if_nbtrain_cannot_start_on_one_of_the_nodes(
