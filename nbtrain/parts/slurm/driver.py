@@ -75,14 +75,14 @@ class SlurmDriver(remote.Driver):
         return nodes
 
     async def nodes(self) -> list[Node]:
-        """Return the nodes of the job that Slurm does not report as down.
+        """Return the nodes that the job still has and Slurm does not report as down.
 
         Raises `LaunchError` if the job has ended.
         """
-        await asyncio.to_thread(slurm_commands.check_job, self._job)
+        held = await asyncio.to_thread(slurm_commands.find_nodes, self._job)
         names = [node.name for node in self._nodes]
         down = await asyncio.to_thread(slurm_commands.find_down, names)
-        return [node for node in self._nodes if node.name not in down]
+        return [node for node in self._nodes if node.name in held and node.name not in down]
 
     def _accept(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
         """Accept agents as long as the process lives: the body of a thread."""

@@ -133,11 +133,15 @@ def _job_state(job: str) -> str:
     return ""
 
 
-def check_job(job: str) -> None:
-    """Raise `LaunchError` if a job has ended."""
-    state = _read_job(job, "%T")
+def find_nodes(job: str) -> list[str]:
+    """Return the names of a job's nodes; one that was down is no longer among them.
+
+    Raises `LaunchError` if the job has ended.
+    """
+    state, _, node_list = _read_job(job, "%T %N").partition(" ")
     if state not in ("RUNNING", "SUSPENDED", "CONFIGURING"):
         raise LaunchError(f"the job {job} {_ENDS.get(state, 'has ended')}: get another (salloc)")
+    return expand_hosts(node_list)
 
 
 def find_down(names: Iterable[str]) -> set[str]:
@@ -229,6 +233,6 @@ def explain_ends(job: str, names: Sequence[str]) -> dict[str, str]:
         return dict.fromkeys(names, f"the Slurm job {job} {_ENDS.get(state, state.lower())}")
     reasons = {name: f"nbtrain's process on {name} ended" for name in names}
     with contextlib.suppress(LaunchError):
-        lost = find_down(names)
+        lost = find_down(names) | {*names}.difference(find_nodes(job))
         reasons |= {name: f"its node {name} was lost" for name in names if name in lost}
     return reasons
