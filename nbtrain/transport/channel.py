@@ -178,8 +178,8 @@ def _set_tcp_options(connection: socket.socket, options: Mapping[str, int]) -> N
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def connect(address: Address) -> Channel:
-    """Connect to a `Listener`; return a channel that trusts it.
+def connect(address: Address, *, is_trusted: bool = True) -> Channel:
+    """Connect to a `Listener`; return a channel, which trusts it unless told otherwise.
 
     For another host, waits up to `CONNECT_TIMEOUT_S`. Raises `OSError` if it cannot connect.
     """
@@ -194,7 +194,8 @@ def connect(address: Address) -> Channel:
         connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
         _set_tcp_options(connection, _KEEPALIVE)
     channel = Channel(connection)
-    channel.trust()
+    if is_trusted:
+        channel.trust()
     return channel
 
 

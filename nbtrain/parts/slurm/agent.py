@@ -7,8 +7,10 @@ connection. Everything that it started ends with it.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import pickle
+import secrets
 import signal
 import sys
 import threading
@@ -24,7 +26,10 @@ from ...engines.remote.nodes import describe_host
 from ...part_api import Channel, LaunchError, connect, fill_memory_file, own_address
 
 TOKEN = "NBTRAIN_AGENT_TOKEN"
-"""The variable with the secret by which the driver recognises its agents."""
+"""The variable with the secret by which the driver and its agents recognise each other."""
+
+TERMINATED = "is_terminated"
+"""The key of an agent's last message, after a SIGTERM."""
 
 _CALLS_AT_ONCE = 16
 
@@ -38,11 +43,14 @@ def main(order: Mapping[str, Any]) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_once)
-    channel = connect((launcher, order["port"]))
-    channel.send({"token": token, "node": node, "launcher": launcher})
+    channel = connect((launcher, order["port"]), is_trusted=False)
+    greet_driver(channel, token, {"node": node, "launcher": launcher})
     agent = Agent(channel, own_address(launcher) or launcher)
     try:
         agent.serve()
+    except SystemExit:
+        with contextlib.suppress(OSError):
+            channel.send({TERMINATED: True})
     finally:
         channel.close()  # before the ranks end: the driver reports the job's end and not theirs
         agent.end()
@@ -57,6 +65,32 @@ def _exit_once(number: int, _frame: object) -> None:
     """
     signal.signal(number, signal.SIG_IGN)
     sys.exit()
+
+
+def greet_driver(channel: Channel, token: str, hello: Mapping[str, str]) -> None:
+    """Send a first message and trust the other end, once each has proven that it knows the token.
+
+    The token itself is never sent: another process may listen at the port of a driver that has
+    ended. Raises `LaunchError` if the other end does not prove it, and `EOFError` if it closes.
+    """
+    nonce = secrets.token_hex(16)
+    challenge, _ = channel.receive()
+    proof = prove(token, "agent", str(challenge["nonce"]))
+    channel.send({**hello, "nonce": nonce, "proof": proof})
+    answer, _ = channel.receive()
+    if not is_same(answer["proof"], prove(token, "driver", nonce)):
+        raise LaunchError("what listens at the notebook's port is not the driver of this agent")
+    channel.trust()
+
+
+def prove(token: str, side: str, nonce: str) -> str:
+    """Return the proof that a side knows the token: an HMAC of the other side's nonce."""
+    return hmac.new(token.encode(), f"{side} {nonce}".encode(), "sha256").hexdigest()
+
+
+def is_same(proof: object, expected: str) -> bool:
+    """Return whether a proof that was received is the expected one, in constant time."""
+    return hmac.compare_digest(repr(proof).encode(), repr(expected).encode())
 
 
 class Agent:

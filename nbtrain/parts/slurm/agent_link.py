@@ -14,7 +14,7 @@ from ...engines.remote.dependencies import Fingerprint
 from ...engines.remote.node_ranks import NodeOrder
 from ...engines.remote.nodes import Link, Method, NodeLost, RemoteError
 from ...part_api import Channel
-from .agent import pickle_to_file, read_descriptor
+from .agent import TERMINATED, pickle_to_file, read_descriptor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,12 +23,13 @@ T = TypeVar("T")
 class AgentLink(Link):
     """Sends requests to an agent (`agent`), whose answers come in any order."""
 
-    def __init__(self, channel: Channel, explain_end: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, channel: Channel, explain_end: Callable[[bool], Awaitable[str]]) -> None:
         self._channel, self._explain_end = channel, explain_end
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self.has_ended = False
+        self._is_terminated = False
         threading.Thread(target=self._receive, name="nbtrain-agent", daemon=True).start()
 
     async def send_payload(self, descriptor: int | None) -> None:
@@ -77,7 +78,7 @@ class AgentLink(Link):
                 await self._send({"method": method, "request": number}, file.fileno())
             is_raised, value = await answer
         except EOFError as error:
-            raise NodeLost(await self._explain_end()) from error
+            raise NodeLost(await self._explain_end(self._is_terminated)) from error
         finally:
             del self._waiting[number]
         if not is_raised:
@@ -90,13 +91,16 @@ class AgentLink(Link):
         try:
             await asyncio.to_thread(self._channel.send, message, descriptor)
         except OSError as error:
-            raise NodeLost(await self._explain_end()) from error
+            raise NodeLost(await self._explain_end(self._is_terminated)) from error
 
     def _receive(self) -> None:
         """Receive answers until the connection ends: the body of the thread."""
         with contextlib.suppress(EOFError, RuntimeError):  # the loop has ended, too
             while True:
                 message, descriptor = self._channel.receive()
+                if message.get(TERMINATED):
+                    self._is_terminated = True
+                    continue
                 data = b"" if descriptor is None else read_descriptor(descriptor)
                 self._loop.call_soon_threadsafe(self._take, message, data)
         self._channel.close()

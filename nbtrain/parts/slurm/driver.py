@@ -56,6 +56,7 @@ class SlurmDriver(remote.Driver):
         """This host's address, as the nodes reach it."""
         self._steps: list[asyncio.subprocess.Process] = []
         """Kept, because asyncio kills a process that is forgotten."""
+        self._explaining: asyncio.Task[dict[str, str]] | None = None
         self._payload: IO[bytes] | None = None
         self._placed: list[PlacedNode] = []
 
@@ -77,14 +78,14 @@ class SlurmDriver(remote.Driver):
         return nodes
 
     async def nodes(self) -> list[Node]:
-        """Return the nodes of the job that Slurm does not report as down.
+        """Return the nodes that the job still has and Slurm does not report as down.
 
         Raises `LaunchError` if the job has ended.
         """
-        await asyncio.to_thread(slurm_commands.check_job, self._job)
+        held = await asyncio.to_thread(slurm_commands.find_nodes, self._job)
         names = [node.name for node in self._nodes]
         down = await asyncio.to_thread(slurm_commands.find_down, names)
-        return [node for node in self._nodes if node.name not in down]
+        return [node for node in self._nodes if node.name in held and node.name not in down]
 
     def _accept(self, listener: Listener, loop: asyncio.AbstractEventLoop) -> None:
         """Accept agents as long as the process lives: the body of a thread."""
@@ -98,10 +99,13 @@ class SlurmDriver(remote.Driver):
                 threading.Thread(target=greet, daemon=True).start()
 
     def _greet(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
-        """Read the first message of what has connected, and add it if it is an agent."""
-        with contextlib.suppress(EOFError, KeyError, TypeError):  # a stranger's
+        """Challenge what has connected; add it if it is an agent (`agent.greet_driver`)."""
+        nonce = secrets.token_hex(16)
+        with contextlib.suppress(EOFError, OSError, KeyError, TypeError, ValueError):  # a stranger
+            channel.send({"nonce": nonce})
             hello, _ = channel.receive()
-            if secrets.compare_digest(str(hello["token"]), self._token):
+            if agent.is_same(hello["proof"], agent.prove(self._token, "agent", nonce)):
+                channel.send({"proof": agent.prove(self._token, "driver", str(hello["nonce"]))})
                 channel.trust()
                 loop.call_soon_threadsafe(self._add_agent, hello, channel)
                 return
@@ -193,19 +197,23 @@ class SlurmDriver(remote.Driver):
                 name: asyncio.get_running_loop().create_future() for name in names
             }
             self._awaited |= arrivals
-            has_ended = asyncio.ensure_future(step.wait())
+            has_ended = asyncio.create_task(slurm_commands.wait_for_end(step, output))
             all_arrived: asyncio.Future[Any] = asyncio.gather(*arrivals.values())
-            await asyncio.wait(
-                [all_arrived, has_ended],
-                timeout=AGENT_START_TIMEOUT_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            try:
+                await asyncio.wait(
+                    [all_arrived, has_ended],
+                    timeout=AGENT_START_TIMEOUT_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                has_ended.cancel()
             if not all_arrived.done():
                 missing = [name for name, arrival in arrivals.items() if not arrival.done()]
                 all_arrived.cancel()
+                failure = slurm_commands.describe_failure(missing, output)
                 with contextlib.suppress(ProcessLookupError):
                     step.terminate()
-                raise LaunchError(slurm_commands.describe_failure(missing, output))
+                raise LaunchError(failure)
 
     async def _send_modules(self, nodes: Sequence[Node], sources: str) -> None:
         """Send the modules in the notebook's folder to nodes that do not see them there.
@@ -224,9 +232,20 @@ class SlurmDriver(remote.Driver):
             except OSError as error:
                 raise LaunchError(describe_error(error, node.name)) from error
 
-    async def _explain_end(self, name: str) -> str:
-        """Return why the agent on a node has ended."""
-        return await asyncio.to_thread(slurm_commands.explain_end, self._job, name)
+    async def _explain_end(self, name: str, is_terminated: bool) -> str:
+        """Return why the agent on a node has ended. Agents that end together are asked for once.
+
+        It is terminated by SIGTERM.
+        """
+        if self._explaining is None or self._explaining.done():
+            names = [node.name for node in self._nodes]
+            ask = asyncio.to_thread(slurm_commands.explain_ends, self._job, names)
+            self._explaining = asyncio.create_task(ask)
+        if reason := (await asyncio.shield(self._explaining)).get(name):
+            return reason
+        if is_terminated:
+            return f"Slurm ended nbtrain's process on {name} (preemption, or scancel of its step)"
+        return f"nbtrain's process on {name} ended"
 
     async def store_payload(self, path: str) -> None:
         """Send the ranks' payload to each node; keep it for nodes of a later attempt."""

@@ -17,7 +17,8 @@ NOTICE_S = 60.0
 time left at the start of a run, after half of it. Slurm ends a job up to 30 s late, never early."""
 
 KEEP_INTERVAL_S = 5.0
-"""Before the ranks are asked again for that checkpoint, if one of them made no step."""
+"""Before the ranks are asked again for that checkpoint, if one of them made no step, and between
+two readings of a time limit that is near."""
 
 COMPLETING_TIMEOUT_S = 5.0
 """For Slurm to report how a job ended, whose processes it is ending."""

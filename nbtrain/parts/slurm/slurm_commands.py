@@ -15,7 +15,7 @@ from typing import IO
 
 from ...part_api import POLL_INTERVAL_S, LaunchError, shorten
 from .allocation import is_of_slurm
-from .limits import AGENT_START_TIMEOUT_S, COMMAND_TIMEOUT_S, COMPLETING_TIMEOUT_S
+from .limits import COMMAND_TIMEOUT_S, COMPLETING_TIMEOUT_S
 
 _LOST_STATES = ("down", "failed", "powered_down", "unknown")
 """No step can start on a node in these states, or with a `*`: it does not respond. Drained nodes
@@ -33,6 +33,9 @@ _ENDINGS = {"CANCELLED": "scancel", "PREEMPTED": "preemption", "TIMEOUT": "its t
 
 _RUNNING = ("RUNNING", "SUSPENDED", "CONFIGURING")
 
+_PROCESS_END = re.compile(r"^srun: error: \S+: tasks? [\d,-]+: ", re.MULTILINE)
+"""How a line begins by which ``srun`` names a process that failed, and its node."""
+
 _ENDS = {
     "CANCELLED": "was cancelled (scancel)",
     "TIMEOUT": "reached its time limit",
@@ -42,7 +45,6 @@ _ENDS = {
     "OUT_OF_MEMORY": "ended because a node ran out of memory",
     "COMPLETED": "has ended",
     "COMPLETING": "is ending",
-    "SIGNALING": "was sent a signal (preemption, or scancel)",
     "FAILED": "has failed",
     "BOOT_FAIL": "ended because a node could not boot",
 }
@@ -198,7 +200,7 @@ def read_place(job: str, partition: str) -> int | None:
 
 def describe_end(state: str) -> str:
     """Return how a job ended, by its state in Slurm; "" if it has not. Pure."""
-    return "" if state in ("COMPLETING", "SIGNALING") else _ENDS.get(state, "")
+    return "" if state == "COMPLETING" else _ENDS.get(state, "")
 
 
 def read_ending(job: str) -> str:
@@ -210,11 +212,15 @@ def read_ending(job: str) -> str:
     return ""
 
 
-def check_job(job: str) -> None:
-    """Raise `LaunchError` if a job has ended."""
-    state = _read_job(job, "%T")
+def find_nodes(job: str) -> list[str]:
+    """Return the names of a job's nodes; one that was down is no longer among them.
+
+    Raises `LaunchError` if the job has ended.
+    """
+    state, _, node_list = _read_job(job, "%T %N").partition(" ")
     if state not in _RUNNING:
         raise LaunchError(f"the job {job} {_ENDS.get(state, 'has ended')}: get another (salloc)")
+    return expand_hosts(node_list)
 
 
 def find_down(names: Iterable[str]) -> set[str]:
@@ -268,27 +274,45 @@ async def start_step(
         raise LaunchError(f"srun could not be started ({error.strerror})") from error
 
 
+async def wait_for_end(step: asyncio.subprocess.Process, output: IO[bytes]) -> None:
+    """Wait until a step has ended, or ``srun`` prints into its output that a process of it has.
+
+    ``srun`` itself stays for the other processes.
+    """
+    while step.returncode is None and not _PROCESS_END.search(_read_output(output)):
+        await asyncio.sleep(POLL_INTERVAL_S)
+    if step.returncode is None:  # what the process printed may come after that line
+        await asyncio.sleep(5 * POLL_INTERVAL_S)
+
+
+def _read_output(output: IO[bytes]) -> str:
+    """Return what was printed, without moving the position, at which ``srun`` writes."""
+    return os.pread(output.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+
+
 def describe_failure(missing: Sequence[str], output: IO[bytes]) -> str:
     """Return that agents did not come, with what ``srun`` printed."""
-    output.seek(0)
-    text = output.read(1 << 16).decode("utf-8", "replace")
-    lines = [line for line in text.splitlines() if line.strip() and "cpu binding" not in line]
+    text = _read_output(output)
+    of_traceback = ("  ", "Traceback")
+    lines = [line for line in text.splitlines() if line and not line.startswith(of_traceback)]
+    lines = [line for line in lines if "cpu binding" not in line]
     reason = "; ".join(lines[-3:])[:600] or "srun printed no reason"
-    return (
-        f"no process of nbtrain on {', '.join(missing)} has connected to the notebook's node (in "
-        f"{AGENT_START_TIMEOUT_S:g} s at most): {reason}"
-    )
+    nodes = ", ".join(missing)
+    return f"no process of nbtrain on {nodes} has connected to the notebook's node: {reason}"
 
 
-def explain_end(job: str, name: str) -> str:
-    """Return why nbtrain's process on a node of a job ended, for the ranks that ran there."""
+def explain_ends(job: str, names: Sequence[str]) -> dict[str, str]:
+    """Return why nbtrain's processes on nodes of a job ended, where Slurm knows it.
+
+    That is the end of the job, or the loss of a node.
+    """
     state, seconds = _job_state(job), 0.0
     while state == "COMPLETING" and seconds < COMPLETING_TIMEOUT_S:  # why comes after that
         time.sleep(POLL_INTERVAL_S)
         state, seconds = _job_state(job), seconds + POLL_INTERVAL_S
-    if state and state != "RUNNING":
-        return f"the Slurm job {job} {_ENDS.get(state, state.lower())}"
+    if state and state not in (*_RUNNING, "SIGNALING"):
+        return dict.fromkeys(names, f"the Slurm job {job} {_ENDS.get(state, state.lower())}")
     with contextlib.suppress(LaunchError):
-        if name in find_down([name]):
-            return f"its node {name} was lost"
-    return f"nbtrain's process on {name} ended"
+        lost = find_down(names) | {*names}.difference(find_nodes(job))
+        return {name: f"its node {name} was lost" for name in names if name in lost}
+    return {}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...part_api import (
     LOGGER,
@@ -31,7 +32,7 @@ class TimeLimit(Companion):
     """Shows when the job ends, and stops the run before that.
 
     Slurm would end all processes at once, without a chance to save. The limit is read again and
-    again, because it can be changed.
+    again, because it can be changed, also while the run is about to end.
     """
 
     def __init__(self, job: str, folder: RunFolder, request_stop: Callable[[str], None]) -> None:
@@ -39,8 +40,9 @@ class TimeLimit(Companion):
         self._is_submitted = folder.scheduled_job.exists()
         self._ends: float | None = None  # by the monotonic clock
         self._notice_s = NOTICE_S
-        self._is_over, self._is_saved = threading.Event(), threading.Event()
-        self._is_ending = False
+        self._is_over = threading.Event()
+        self._is_saved: threading.Event | None = None
+        """Set when a checkpoint is saved before the limit; None while the limit is not near."""
         self._shown: float | None = None
         self._has_warned = False
         self._next_estimate = 0.0
@@ -50,28 +52,38 @@ class TimeLimit(Companion):
     def _follow(self) -> None:
         """Read the time limit now and then, as long as the run lasts: the body of a thread."""
         while True:
-            with contextlib.suppress(LaunchError):  # the controller is busy or away
-                left_s = slurm_commands.read_remaining_time(self._job)
-                self._ends = None if left_s is None else time.monotonic() + left_s
-            if self._is_over.wait(LIMIT_CHECK_INTERVAL_S):
+            self._read_limit()
+            is_near = self._ends is not None and self._ends - time.monotonic() < 2 * NOTICE_S
+            if self._is_over.wait(KEEP_INTERVAL_S if is_near else LIMIT_CHECK_INTERVAL_S):
                 return
+
+    def _read_limit(self) -> None:
+        with contextlib.suppress(LaunchError):  # the controller is busy or away
+            left_s = slurm_commands.read_remaining_time(self._job)
+            self._ends = None if left_s is None else time.monotonic() + left_s
 
     def attend(self, state: RunState) -> float:
         """Show what is left of the job's time, and end the run when little is."""
-        if self._ends is None or state.is_over:
+        # In this order: the limit is read again before the event is set.
+        is_saved = self._is_saved is not None and self._is_saved.is_set()
+        ends = self._ends
+        if ends is None or state.is_over:
             return math.inf
-        left_s = self._ends - time.monotonic()
+        left_s = ends - time.monotonic()
         if self._shown is None or left_s > 2 * NOTICE_S:  # at the start, and once it is extended
             self._notice_s = min(NOTICE_S, left_s / 2)
-        if abs(self._ends - (self._shown or 0.0)) > 10:  # Slurm gives whole seconds
-            self._shown = self._ends
+        if abs(ends - (self._shown or 0.0)) > 10:  # Slurm gives whole seconds
+            self._shown = ends
+            if left_s > self._notice_s:  # it was extended: the run does not end yet
+                self._is_saved = None
             now = clock.now()
             self._news.append(ev.Deadline(now, -1, now + left_s, f"the Slurm job {self._job}"))
         self._compare_estimate(state, left_s)
-        if left_s <= self._notice_s and not self._is_ending:
-            self._is_ending = True
-            threading.Thread(target=self._keep, name="nbtrain-keep", daemon=True).start()
-        if self._is_ending and (self._is_saved.is_set() or left_s < self._notice_s / 3):
+        if left_s <= self._notice_s and self._is_saved is None:
+            self._is_saved = threading.Event()
+            keep = partial(self._keep, self._is_saved)
+            threading.Thread(target=keep, name="nbtrain-keep", daemon=True).start()
+        if self._is_saved is not None and (is_saved or left_s < self._notice_s / 3):
             self._request_stop(f"because the Slurm job {self._job} reaches its time limit")
         return math.inf
 
@@ -91,16 +103,18 @@ class TimeLimit(Companion):
             )
             self._news.append(ev.RunNote.of(Finding("job-too-short", text)))
 
-    def _keep(self) -> None:
+    def _keep(self, is_saved: threading.Event) -> None:
         """Have the ranks save a checkpoint: the body of a thread.
 
-        Tries it again while there is time: a rank that evaluates makes no step.
+        Tries it again while there is time: a rank that evaluates makes no step. Reads the limit
+        once more after that, because the run then ends.
         """
-        while not (self._is_saved.is_set() or self._is_over.is_set()):
+        while self._is_saved is is_saved and not (is_saved.is_set() or self._is_over.is_set()):
             try:
                 keep = load_provided("steering", "keep", "a checkpoint before the time limit")
                 keep(Run.open(self._folder.path), "time limit", "before the time limit of the job")
-                self._is_saved.set()
+                self._read_limit()
+                is_saved.set()
             except Exception as error:
                 LOGGER.info("no checkpoint before the time limit: %s", error)
                 self._is_over.wait(KEEP_INTERVAL_S)

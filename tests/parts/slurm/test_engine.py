@@ -58,6 +58,31 @@ def test_the_weights_are_those_of_fresh_processes_on_one_host(notebook: Notebook
     assert here == there
 
 
+def test_four_nodes_train_with_a_rank_each_in_their_order_and_stop(
+    start_kernel_in: Callable[[Job], Notebook],
+) -> None:
+    with SlurmCluster(nodes=4) as cluster, closing(cluster.job(nodes=4)) as job:
+        kernel = start_kernel_in(job)
+        kernel.run("model = torch.nn.Linear(4, 1)")
+        out = kernel.run(f"%%distributed --view none\n{DDP}", timeout=120)
+        assert not out.ename, out.traceback
+        kernel.run("run = nbtrain.last_run()")
+        first, *others = kernel.value("run.results")
+        assert others == [first] * 3
+        assert kernel.value("[r.node for r in run.state.ranks]") == ["n1", "n2", "n3", "n4"]
+        logs = [f"trained on node {node} of 4" for node in range(4)]
+        assert kernel.value("[run.logs(rank) for rank in range(4)]") == logs
+        cell = "os.environ['RANK'], os.environ['SLURMD_NODENAME']"
+        kernel.run(f"%%distributed --view none\n{cell}", timeout=60)
+        pairs = [tuple(pair) for pair in kernel.value("nbtrain.last_run().results")]
+        assert pairs == [(str(rank), f"n{rank + 1}") for rank in range(4)]
+        start_spinning(kernel)
+        ranks = [psutil.Process(pid) for pid in kernel.value("[r.pid for r in run.state.ranks]")]
+        kernel.run("run.stop(); run.wait()")
+        assert kernel.value("run.state.status") == "interrupted"
+        assert all(map(is_gone, ranks))
+
+
 def test_ranks_are_no_tasks_of_slurm(notebook: Notebook) -> None:
     """Lightning and JAX would take a rank for a task, and connect it to others."""
     cell = "{n: v for n, v in os.environ.items() if n.startswith(('SLURM', 'PMI'))}"
