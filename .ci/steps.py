@@ -286,7 +286,7 @@ tests tests/parts/ray/cluster/test_engine.py -k "weights_come_home or cells_line
 enter all
 slurm
 tests tests/parts/slurm/test_engine.py tests/parts/slurm/test_submit.py \
-    -k "weights_come_home or cells_line"
+    -k "weights_come_home or cells_line or in_the_queue_is_shown or stop_cancels"
 """,
         needs=("environment",),
         limit=400,

@@ -95,7 +95,8 @@ class Follower:
                     next_check = time.monotonic() + limits.FOLDER_CHECK_INTERVAL_S
                     if not self._is_watched():
                         break
-                self.over.wait(POLL_INTERVAL_S)
+                is_queued = self.state.is_queued  # it may wait for days
+                self.over.wait(limits.FOLDER_CHECK_INTERVAL_S if is_queued else POLL_INTERVAL_S)
         finally:
             self._end()
 
