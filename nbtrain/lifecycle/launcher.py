@@ -399,7 +399,7 @@ def run_submitted(load: Callable[[], Plan], folder: RunFolder, *, in_notebook: b
         task_values.keep_references(plan.task)
         plan, device, findings = _get_ready(plan, engine)
         job, state = make_job(plan, device, engine, findings, folder)
-    except Exception as error:  # of the user's modules, too; it is the run's
+    except (Exception, SystemExit) as error:  # of the user's modules, too; it is the run's
         run_folder.recreate(folder, given)
         supervisor = Supervisor(folder, initial_state(given), plan)
         supervisor.abort(f"{type(error).__name__}: {error}", getattr(error, "code", ""))

@@ -358,7 +358,7 @@ class Scheduler(Protocol):
         """Cancel the job if it waits, and record the end of the run then.
 
         A job that runs reads the request to stop in the folder; if that is made `again`, cancel the
-        job. Raises `LaunchError` if the scheduler does not answer.
+        job. Raises `NbtrainError` if a job that waits cannot be canceled from here.
         """
 
 

@@ -29,7 +29,7 @@ from nbtrain.planning import option_types
 from nbtrain.ui import rank_texts
 from tests.support import shared_memory
 from tests.support.cells import the_last_run
-from tests.support.slurm import Job, SlurmCluster
+from tests.support.slurm import Job, SlurmCluster, find_slurm
 
 NAMES = ["fork", "spawn", "xla", "slurm", "inline"]
 MARKS = {"xla": [pytest.mark.xla], "slurm": [pytest.mark.slurm]}
@@ -53,7 +53,7 @@ def tpu() -> None:
 def slurm_job(request: pytest.FixtureRequest) -> Iterator[Job | None]:
     """An allocation of one node of a real Slurm, if a test of this module runs there."""
     here = (item for item in request.session.items if item.path == request.path)
-    if not any(item.get_closest_marker("slurm") for item in here):
+    if find_slurm() is None or not any(item.get_closest_marker("slurm") for item in here):
         yield None
         return
     with SlurmCluster(nodes=1) as cluster:

@@ -33,7 +33,7 @@ EXIT_TIMEOUT_S = 10.0
 _DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd")
 
 _CONFIGURATION = """\
-ClusterName=test
+ClusterName={name}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
@@ -161,6 +161,7 @@ class SlurmCluster:
         node_timeout_s: int = 10,
         message_timeout_s: int = 5,
         min_job_age_s: int = 300,
+        name: str = "test",
         more: str = "",
         hidden: Mapping[str, Path] | None = None,
     ) -> None:
@@ -189,6 +190,7 @@ class SlurmCluster:
         self._allocations: list[subprocess.Popen[bytes]] = []
         address = "NodeHostname=localhost NodeAddr=127.0.0.1"
         configuration = _CONFIGURATION.format(
+            name=name,
             port=free_port(),
             user=getpass.getuser(),
             folder=self.folder,
@@ -233,7 +235,7 @@ class SlurmCluster:
             *(f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/munge.log"),
         )
         wait_until(lambda: self._all_run() and socket.exists(), START_TIMEOUT_S)
-        self._start_daemon("slurmctld", "slurmctld", "-D", "-i")
+        self.start_controller()
         for name in self.nodes:
             self.start_node(name)
         idle = dict.fromkeys(self.nodes, "idle")
@@ -300,6 +302,15 @@ class SlurmCluster:
         """Start the slurmd of a node; do not wait until Slurm knows it."""
         stepd = str(self.programs["slurmstepd"])
         self._start_daemon(name, "slurmd", "-D", "-N", name, "-d", stepd)
+
+    def start_controller(self) -> None:
+        """Start slurmctld; do not wait until it answers. It knows what it knew before."""
+        self._start_daemon("slurmctld", "slurmctld", "-D", "-i")
+
+    def kill_controller(self) -> None:
+        """Kill slurmctld: commands fail after some seconds, jobs go on."""
+        self._daemons["slurmctld"].kill()
+        self._daemons["slurmctld"].wait()
 
     def kill_slurmd(self, name: str) -> None:
         """Kill the slurmd of a node; its steps go on."""

@@ -18,7 +18,10 @@ class SlurmLaunch(LaunchSide):
             return engine
         from .submit.submission import Submission, check_options
 
-        return Submission(check_options(plan.submit))
+        words = check_options(plan.submit)
+        if plan.engine != "auto":
+            engine.check_options(replace(plan, submit=None, detach=True))
+        return Submission(words)
 
     def complete_job(self, job: Job, engine: Engine) -> Job:
         """Return the job with the side that keeps Slurm's variables from ranks."""

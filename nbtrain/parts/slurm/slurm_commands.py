@@ -165,37 +165,66 @@ def _job_state(job: str) -> str:
 class QueuedJob:
     """What squeue prints about a job, in Slurm's words."""
 
+    number: str
     state: str
-    reason: str
-    """Why it waits: ``Priority``, ``Resources``."""
     partition: str
     start: str
     """When it began or is expected to: ``2026-11-30T14:05:00``; ``N/A`` if that is unknown."""
     nodes: str
-
-
-def read_queued_job(job: str) -> QueuedJob | None:
-    """Return what Slurm knows about a job; None some minutes after its end.
-
-    Raises `LaunchError` if Slurm does not answer.
-    """
-    try:
-        listed = _read_job(job, "%T|%r|%P|%S|%N")
-    except LaunchError as error:
-        if "Invalid job id" in str(error):
-            return None
-        raise
-    return QueuedJob(*listed.split("|")) if listed else None
-
-
-def read_place(job: str, partition: str) -> int | None:
-    """Return the place of a job among those that wait for a partition, from 1; None without one.
+    reason: str
+    """Why it waits: ``Priority``, ``Resources``. "None" for no reason."""
+    place: int | None
+    """The place among the jobs that wait for its partition, from 1; None for one that runs.
 
     Slurm may start a job further behind first, if that delays no other.
     """
-    options = (f"--partition={partition}", "--states=PENDING", "--sort=-p,i", "--format=%A")
-    waiting = call("squeue", "--noheader", *options).split()
-    return waiting.index(job) + 1 if job in waiting else None
+
+
+def list_own_jobs() -> dict[str, QueuedJob]:
+    """Return the jobs of this user by their names, also those that ended some minutes ago.
+
+    Raises `LaunchError` if Slurm does not answer.
+    """
+    user = f"--user={os.getuid()}"
+    listed = call(
+        "squeue", "--noheader", user, "--states=all", "--format=%j|%A|%T|%P|%S|%N|%r"
+    ).splitlines()
+    waiting: list[str] = []
+    if any("|PENDING|" in line for line in listed):
+        options = ("--states=PENDING", "--sort=-p,i", "--format=%A|%P")
+        waiting = call("squeue", "--noheader", *options).splitlines()
+    return read_jobs(listed, waiting)
+
+
+def read_jobs(listed: Sequence[str], waiting: Sequence[str]) -> dict[str, QueuedJob]:
+    """Return jobs by their names from the lines of squeue. Pure.
+
+    `listed` has lines ``name|number|state|partitions|start|nodes|reason``, `waiting` has lines
+    ``number|partitions`` in the order of the queue.
+    """
+    jobs = {}
+    for line in listed:
+        if line.count("|") >= 6:  # a reason may have more of them
+            name, number, state, partition, start, nodes, reason = line.split("|", 6)
+            place = _find_place(number, partition, waiting)
+            jobs[name] = QueuedJob(number, state, partition, start, nodes, reason, place)
+    return jobs
+
+
+def _find_place(number: str, partitions: str, waiting: Sequence[str]) -> int | None:
+    """Return the place of a job among those that wait for one of its partitions. Pure."""
+    pairs = (line.partition("|") for line in waiting)
+    rivals = [n for n, _, of in pairs if {*of.split(",")} & {*partitions.split(",")}]
+    return rivals.index(number) + 1 if number in rivals else None
+
+
+@functools.cache
+def find_cluster() -> str:
+    """Return the name of this host's cluster; "" if Slurm does not answer."""
+    with contextlib.suppress(LaunchError):
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config"), re.M)
+        return found[1] if found else ""
+    return ""
 
 
 def describe_end(state: str) -> str:

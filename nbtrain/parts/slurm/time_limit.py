@@ -132,6 +132,8 @@ class TimeLimit(Companion):
         """
         if not self._is_submitted or end.status not in ("failed", "interrupted"):
             return end
+        if self._folder.stop_request_file.exists():  # the user ended it
+            return end
         reason = slurm_commands.read_ending(self._job)
         was_signalled = end.code == ev.ABANDONED  # Slurm sent this process SIGTERM
         if not (reason or was_signalled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def submit_spinning(kernel: Notebook, options: str) -> list[psutil.Process]:
 
 def job_of(kernel: Notebook) -> str:
     """Return the number of the run's job."""
-    return str(kernel.value("(run.folder / 'scheduled-job').read_text()"))
+    return str(kernel.value("__import__('json').load(open(run.folder / 'scheduled-job'))['job']"))
 
 
 def job_state(cluster: SlurmCluster, job: str) -> str:
@@ -210,6 +211,111 @@ def test_a_node_that_is_lost_ends_the_run_with_its_reason(kernel: Notebook) -> N
 
 
 @on_slurm
+def test_a_job_is_looked_for_and_cancelled_in_its_own_cluster_only(
+    cluster: SlurmCluster, start_kernel: Callable[[], Notebook]
+) -> None:
+    """Clusters of a centre may share a home directory; both have a job with that number."""
+    here, there = start_kernel(), start_kernel()
+    with SlurmCluster(nodes=1, name="other") as other:
+        there.run(f"os.environ.update({other.variables!r})")
+        submit(there, "--hold", SPIN)
+        job, name = job_of(there), there.value("run.folder.name")
+        numbers = iter(lambda: cluster.run("sbatch", "--parsable", "-H", "--wrap=true"), job)
+        assert all(int(number) < int(job) for number in numbers)
+        here.run(f"run = nbtrain.Run.open({name!r})")
+        assert here.value("run.state.status, run.state.is_queued") == ("starting", True)
+        assert "is in the queue of the cluster other" in here.run("run.stop()").evalue
+        assert job_state(cluster, job) == job_state(other, job) == "PENDING"
+        cluster.run("scancel", "--state=PENDING", "--name=wrap")
+        there.run("run.stop()", timeout=60)
+        assert job_state(other, job) == "CANCELLED"
+
+
+@on_slurm
+def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(kernel: Notebook) -> None:
+    with SlurmCluster(nodes=1) as cluster:
+        kernel.run(f"os.environ.update({cluster.variables!r})")
+        submit(kernel, "--hold", SPIN)
+        kernel.run("waiting = run")
+        submit_spinning(kernel, "-n 1")
+        cluster.kill_controller()
+        step = kernel.value("run.state.ranks[0].step")
+        wait_until(lambda: kernel.value("run.state.ranks[0].step") > step + 100, 30)
+        assert kernel.value("waiting.state.is_queued, waiting.state.is_over") == (True, False)
+        listed = kernel.run("%nbtrain runs").stdout
+        assert "waiting" in listed
+        assert "running" in listed
+        assert "lost" not in listed
+        kernel.run("run.stop()", timeout=60)  # it runs, so that Slurm is not needed
+        assert kernel.value("run.state.status") == "interrupted"
+        assert "scancel" in kernel.run("waiting.stop()", timeout=60).evalue
+        cluster.start_controller()
+        wait_until(lambda: "idle" in cluster.node_states().values(), 60)
+        kernel.run("waiting.stop()", timeout=60)
+        assert kernel.value("waiting.state.status") == "interrupted"
+
+
+@on_slurm
+def test_a_submission_that_is_interrupted_leaves_no_job(
+    cluster: SlurmCluster, kernel: Notebook, tmp_path: Path
+) -> None:
+    """With a site's own sbatch, which does more than to submit."""
+    (own := tmp_path / "bin").mkdir()
+    real, sent = cluster.run("sh", "-c", "command -v sbatch"), tmp_path / "sent"
+    (own / "sbatch").write_text(f'#!/bin/sh\n{real} "$@"\ntouch {sent}\nexec sleep 60\n')
+    (own / "sbatch").chmod(0o755)
+    kernel.run(f"os.environ['PATH'] = {str(own)!r} + ':' + os.environ['PATH']")
+
+    def interrupt() -> None:
+        wait_until(sent.exists, 60)
+        kernel.manager.interrupt_kernel()
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(interrupt)
+        out = kernel.run(f"%%distributed --submit '--hold'\n{SPIN}", timeout=60)
+    assert out.ename == "KeyboardInterrupt"
+    assert cluster.run("squeue", "--noheader", "--format=%j") == ""
+    (own / "sbatch").write_text(f'#!/bin/sh\necho "Balance: 12 h"\nexec {real} "$@"\n')
+    submit(kernel, "-n 1", "1")
+    kernel.run("run.wait()", timeout=60)
+    assert kernel.value("run.state.status") == "succeeded"
+
+
+@on_slurm
+def test_a_run_whose_job_was_not_recorded_is_found_by_its_name(
+    cluster: SlurmCluster, kernel: Notebook
+) -> None:
+    """As if the kernel had been killed just after sbatch."""
+    submit(kernel, "--hold", SPIN)
+    job = job_of(kernel)
+    kernel.run("(run.folder / 'scheduled-job').write_text('{}')")
+    kernel.run("run.stop()", timeout=60)
+    assert kernel.value("run.state.status") == "interrupted"
+    assert job_state(cluster, job) == "CANCELLED"
+
+
+@on_slurm
+@pytest.mark.parametrize("lacks", ["do the nodes see", "/nowhere/python: not found"])
+def test_a_node_without_the_folder_or_python_is_explained(
+    kernel: Notebook, tmp_path: Path, lacks: str
+) -> None:
+    kernel.run("import sys")
+    (tmp_path / "home").mkdir(exist_ok=True)
+    hidden = {"n1": tmp_path / "home"}
+    if "python" in lacks:
+        hidden = {}
+        kernel.run("sys.executable = '/nowhere/python'")
+    with SlurmCluster(nodes=1, hidden=hidden) as cluster:
+        kernel.run(f"os.environ.update({cluster.variables!r})")
+        submit(kernel, "-n 1", "1")
+        kernel.run("run.wait()", timeout=60)
+        assert kernel.value("run.state.status") == "lost"
+        assert lacks in kernel.value("run.state.message")
+        assert not kernel.value("(run.folder / 'payload').exists()")
+    assert lacks in kernel.value("nbtrain.Run.open(run.folder).state.message")
+
+
+@on_slurm
 def test_the_error_of_a_rank_is_raised_with_its_line(kernel: Notebook) -> None:
     submit(kernel, "-n 2", "x = 1\nraise ValueError(f'it was {x}')")
     kernel.run("run.wait()", timeout=60)
@@ -265,6 +371,7 @@ def test_what_cannot_be_sent_or_submitted_is_refused_and_leaves_nothing(
         ("-p nowhere", "1", "Slurm refused the job: "),
         ("--array=1-3", "1", "--submit cannot have --array=1-3"),
         ("-N 9", "1", "Slurm refused the job: "),
+        ("-N 1 mine.sh", "1", "The cell is what runs, not a script"),
     ):
         out = kernel.run(f"%%distributed --submit '{options}'\n{cell}", timeout=60)
         assert out.ename == "PlanError", out
@@ -291,11 +398,23 @@ def test_an_option_without_its_value_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["-a 3", "-a3", "--wrap=ls", "-W", "--wait", "--requeue", "-Mx"]
+    "options",
+    ["-a 3", "-a3", "--wrap=ls", "--wra=ls", "-W", "-HW", "--requeue", "-Mx", "--arra=1", "-J x"],
 )
 def test_options_that_a_run_cannot_have_are_named(options: str) -> None:
     with pytest.raises(PlanError, match="--submit cannot have"):
         submission.check_options(f"-p gpu {options}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--wait-all-nodes=1", "-p aQ", "-wn1", "--qos=high", "--reservation=r", "-Hs", "--verbose"],
+)
+def test_options_that_only_look_like_those_are_not_refused(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission.shutil, "which", lambda name: name)
+    assert submission.check_options(options)
 
 
 def test_options_with_an_open_quote_are_refused() -> None:
@@ -321,5 +440,4 @@ def test_options_with_an_open_quote_are_refused() -> None:
 def test_the_place_in_the_queue_in_words(
     place: int | None, reason: str, start: str, expected: str
 ) -> None:
-    job = QueuedJob("PENDING", reason, "gpu", start, "")
-    assert describe_place("7", job, place) == expected
+    assert describe_place(QueuedJob("7", "PENDING", "gpu", start, "", reason, place)) == expected

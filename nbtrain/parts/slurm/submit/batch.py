@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ....part_api import Plan, RunFolder, payload, run_submitted, write_atomically
+from ....part_api import Plan, RunFolder, payload, run_submitted
 from .. import slurm_commands
 from ..allocation import read_allocation
+from .queue import read_submitted, write_submitted
 
 
 def main(order: Mapping[str, Any]) -> None:
@@ -20,7 +21,8 @@ def main(order: Mapping[str, Any]) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     folder = RunFolder(Path(order["folder"]))
-    write_atomically(folder.scheduled_job, os.environ["SLURM_JOB_ID"].encode())
+    submitted = read_submitted(folder)
+    write_submitted(folder, replace(submitted, job=os.environ["SLURM_JOB_ID"]))
     try:
         run_submitted(lambda: load(folder), folder, in_notebook=order["in_notebook"])
     finally:
