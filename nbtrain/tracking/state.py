@@ -509,7 +509,12 @@ class RunState:
 
     @property
     def outcome(self) -> str:
-        """The status as text: a run whose result is wrong is "finished, but …"."""
+        """The status as text: a run whose result is wrong is "finished, but …".
+
+        A run whose job has not begun is "waiting".
+        """
+        if self.is_queued and self.status == "starting":
+            return "waiting"
         return outcome(self.status, self.flaw)
 
     @property

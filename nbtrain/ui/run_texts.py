@@ -77,15 +77,12 @@ def is_stuck(state: RunState) -> bool:
 def status(state: RunState) -> str:
     """Return the run's status in a word or two: the outcome, unless it hangs, fails or restarts.
 
-    A run that hangs is 'stuck'; a running one with a failed rank is 'failing'; one in a queue is
-    'waiting'.
+    A run that hangs is 'stuck'; a running one with a failed rank is 'failing'.
     """
     if is_stuck(state):
         return "stuck"
     if state.status == "starting" and state.attempt > 1:
         return "restarting"
-    if state.status == "starting" and state.is_queued:
-        return "waiting"
     has_failed = any(rank.status in ("failing", "failed") for rank in state.ranks)
     return "failing" if state.status == "running" and has_failed else state.outcome
 

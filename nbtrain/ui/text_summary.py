@@ -26,7 +26,8 @@ def summary(state: RunState, now: float) -> str:
     returned = [f"  {each.arrow}{each.text[:2000]}" for each in run_texts.results(state)]
     returned += [f"  {line}" for line in run_texts.artifact_lines(state)]
     message = [f"  {state.explanation[:2000]}"] if state.message else []
-    rows = [*_rank_lines(state), *_curve_lines(state), *returned, *message]
+    ranks = [] if state.is_queued else _rank_lines(state)
+    rows = [*ranks, *_curve_lines(state), *returned, *message]
     hang = [f"  ⚠ {run_texts.hang(state)}"] if state.hang else []
     return "\n".join([*run_texts.notes(state), head, *hang, *rows])
 

@@ -70,7 +70,8 @@ def beside(task: Task, folder: Path) -> bool:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and Path(file).is_relative_to(folder) and "site-packages" not in file:
             return True
-        if any((folder / place).exists() for place in (f"{name}.py", f"{name}/__init__.py")):
+        # A folder needs no __init__.py.
+        if (folder / f"{name}.py").exists() or any((folder / name).glob("*.py")):
             return True
     return False
 

@@ -52,11 +52,12 @@ _ENDS = {
 
 
 class CommandError(LaunchError):
-    """A command of Slurm has failed; `reason` is what it printed."""
+    """A command of Slurm has failed."""
 
-    def __init__(self, command: str, reason: str) -> None:
-        super().__init__(f"`{command}` failed: {reason}")
-        self.reason = reason
+    @property
+    def reason(self) -> str:
+        """What it printed."""
+        return str(self).partition("` failed: ")[2]
 
 
 def environment() -> dict[str, str]:
@@ -89,7 +90,8 @@ def call(
             "before the kernel starts"
         ) from error
     if done.returncode:
-        raise CommandError(" ".join(command), shorten(done.stderr.strip(), 300))
+        reason = shorten(done.stderr.strip(), 300)
+        raise CommandError(f"`{' '.join(command)}` failed: {reason}")
     return done.stdout.strip()
 
 

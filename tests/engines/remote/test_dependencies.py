@@ -59,8 +59,10 @@ def test_a_module_beside_the_notebook_is_found_before_anyone_imported_it(
     (tmp_path / "nbtrain_test_helper.py").write_text("answer = 42")
     (tmp_path / "nbtrain_test_package").mkdir()
     (tmp_path / "nbtrain_test_package" / "__init__.py").touch()
+    (tmp_path / "nbtrain_test_folder").mkdir()
+    (tmp_path / "nbtrain_test_folder" / "helper.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("nbtrain_test_helper", "nbtrain_test_package"):
+    for name in ("nbtrain_test_helper", "nbtrain_test_package", "nbtrain_test_folder"):
         cell = Cell(f"def train():\n    import {name}", "<cell>", notebook(""), "train")
         assert find_packages(cell) == [name]
         assert beside(cell, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -120,9 +122,13 @@ def test_the_place_in_the_queue_is_shown_and_the_result_is_in_another_kernel(
             shown = first.value("run.state.message")
             assert f"{place} in the queue of debug" in shown
             assert f"job {job_of(first)}" in shown
-        board = first.run("run").displays[-1]["text/html"]
-        assert "2nd" in board
-        assert "rank" not in board
+        shown = first.run("run").displays[-1]
+        for board in (shown["text/html"], shown["text/plain"]):
+            assert "waiting" in board
+            assert "2nd in the queue" in board
+            assert "rank" not in board
+        out = first.run("run.finish()")
+        assert "waits in a queue" in out.evalue
         first.close()
         second = start_kernel()
         second.run("model = torch.nn.Linear(4, 1)")
@@ -212,23 +218,23 @@ def test_a_node_that_is_lost_ends_the_run_with_its_reason(kernel: Notebook) -> N
 
 @on_slurm
 def test_a_job_is_looked_for_and_cancelled_in_its_own_cluster_only(
-    cluster: SlurmCluster, start_kernel: Callable[[], Notebook]
+    start_kernel: Callable[[], Notebook],
 ) -> None:
     """Clusters of a centre may share a home directory; both have a job with that number."""
     here, there = start_kernel(), start_kernel()
-    with SlurmCluster(nodes=1, name="other") as other:
+    with SlurmCluster(nodes=1) as cluster, SlurmCluster(nodes=1, name="other") as other:
+        here.run(f"os.environ.update({cluster.variables!r})")
         there.run(f"os.environ.update({other.variables!r})")
         submit(there, "--hold", SPIN)
         job, name = job_of(there), there.value("run.folder.name")
-        numbers = iter(lambda: cluster.run("sbatch", "--parsable", "-H", "--wrap=true"), job)
-        assert all(int(number) < int(job) for number in numbers)
+        assert cluster.run("sbatch", "--parsable", "--hold", "--wrap=true") == job
         here.run(f"run = nbtrain.Run.open({name!r})")
         assert here.value("run.state.status, run.state.is_queued") == ("starting", True)
         assert "is in the queue of the cluster other" in here.run("run.stop()").evalue
         assert job_state(cluster, job) == job_state(other, job) == "PENDING"
-        cluster.run("scancel", "--state=PENDING", "--name=wrap")
         there.run("run.stop()", timeout=60)
         assert job_state(other, job) == "CANCELLED"
+        assert job_state(cluster, job) == "PENDING"
 
 
 @on_slurm
@@ -266,9 +272,11 @@ def test_a_submission_that_is_interrupted_leaves_no_job(
     (own / "sbatch").chmod(0o755)
     kernel.run(f"os.environ['PATH'] = {str(own)!r} + ':' + os.environ['PATH']")
 
+    process = kernel.value("os.getpid()")
+
     def interrupt() -> None:
         wait_until(sent.exists, 60)
-        kernel.manager.interrupt_kernel()
+        os.kill(process, signal.SIGINT)
 
     with ThreadPoolExecutor() as pool:
         pool.submit(interrupt)
