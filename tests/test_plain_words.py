@@ -31,7 +31,7 @@ CEILINGS = {
     "engines": Ceiling(2_662, 4.8, 0.0, 6),
     "hangs": Ceiling(1_724, 5.0, 1.4, 12),
     "lifecycle": Ceiling(2_121, 5.7, 1.3, 8),
-    "parts": Ceiling(10_830, 4.2, 0.8, 43),
+    "parts": Ceiling(10_836, 4.2, 0.8, 42),
     "planning": Ceiling(1_930, 5.5, 0.0, 3),
     "system": Ceiling(1_291, 5.4, 0.6, 5),
     "tracking": Ceiling(2_760, 5.0, 0.9, 28),

@@ -30,7 +30,4 @@ QUEUE_INTERVAL_S = 10.0
 """Between two questions to Slurm about submitted jobs. Sites ask not to call squeue in a loop."""
 
 FIRST_ANSWER_TIMEOUT_S = 3.0
-"""For the first of these answers. Without it, a run counts as waiting or running."""
-
-UNLISTED_AFTER_S = 30.0
-"""A job that Slurm does not list counts as ended so long after it was submitted or began."""
+"""For such an answer. Without it, a run counts as waiting or running."""

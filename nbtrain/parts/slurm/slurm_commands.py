@@ -220,13 +220,10 @@ def _find_place(number: str, partitions: str, waiting: Sequence[str]) -> int | N
     return rivals.index(number) + 1 if number in rivals else None
 
 
-@functools.cache
 def find_cluster() -> str:
-    """Return the name of this host's cluster; "" if Slurm does not answer."""
-    with contextlib.suppress(LaunchError):
-        found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config"), re.M)
-        return found[1] if found else ""
-    return ""
+    """Return the name of this host's cluster. Raises `LaunchError` if Slurm does not answer."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", call("scontrol", "show", "config"), re.M)
+    return found[1] if found else ""
 
 
 def describe_end(state: str) -> str:

@@ -238,7 +238,10 @@ def test_a_job_is_looked_for_and_cancelled_in_its_own_cluster_only(
 
 
 @on_slurm
-def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(kernel: Notebook) -> None:
+def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(
+    start_kernel: Callable[[], Notebook],
+) -> None:
+    kernel = start_kernel()
     with SlurmCluster(nodes=1) as cluster:
         kernel.run(f"os.environ.update({cluster.variables!r})")
         submit(kernel, "--hold", SPIN)
@@ -255,6 +258,11 @@ def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(kernel: Notebo
         kernel.run("run.stop()", timeout=60)  # it runs, so that Slurm is not needed
         assert kernel.value("run.state.status") == "interrupted"
         assert "scancel" in kernel.run("waiting.stop()", timeout=60).evalue
+        later = start_kernel()
+        later.run(f"os.environ.update({cluster.variables!r})")
+        listed = later.run("%nbtrain runs").stdout
+        assert "waiting" in listed
+        assert "lost" not in listed
         cluster.start_controller()
         wait_until(lambda: "idle" in cluster.node_states().values(), 60)
         kernel.run("waiting.stop()", timeout=60)
@@ -300,6 +308,28 @@ def test_a_run_whose_job_was_not_recorded_is_found_by_its_name(
     kernel.run("run.stop()", timeout=60)
     assert kernel.value("run.state.status") == "interrupted"
     assert job_state(cluster, job) == "CANCELLED"
+
+
+@on_slurm
+def test_a_job_that_slurm_has_forgotten_is_explained_by_what_it_printed(
+    start_kernel: Callable[[], Notebook],
+) -> None:
+    with SlurmCluster(nodes=1, min_job_age_s=2) as cluster:
+        first, second = start_kernel(), start_kernel()
+        for kernel in (first, second):
+            kernel.run(f"os.environ.update({cluster.variables!r})")
+        first.run("import sys; sys.executable = '/nowhere/python'")
+        submit(first, "--hold", "1")
+        job, name = job_of(first), first.value("run.folder.name")
+        first.close()
+        cluster.run("scontrol", "release", job)
+        wait_until(lambda: not cluster.run("squeue", "--noheader", "--states=all"), 60)
+        second.run(f"run = nbtrain.Run.open({name!r})")
+        assert second.value("run.state.status") == "lost"
+        message = second.value("run.state.message")
+        assert f"Slurm no longer knows the job {job}" in message
+        assert "/nowhere/python: not found" in message
+        assert not second.value("(run.folder / 'payload').exists()")
 
 
 @on_slurm

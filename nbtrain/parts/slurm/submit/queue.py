@@ -26,7 +26,7 @@ from ....part_api import (
     write_atomically,
 )
 from .. import slurm_commands
-from ..limits import FIRST_ANSWER_TIMEOUT_S, QUEUE_INTERVAL_S, UNLISTED_AFTER_S
+from ..limits import FIRST_ANSWER_TIMEOUT_S, QUEUE_INTERVAL_S, SUBMIT_TIMEOUT_S
 from ..slurm_commands import QueuedJob
 
 
@@ -63,58 +63,76 @@ class Queue:
     """
 
     def __init__(self) -> None:
+        self._cluster = ""
         self._jobs: Mapping[str, QueuedJob] | None = None
         """The user's jobs by their names, as Slurm listed them last."""
-        self._listed = -math.inf  # in seconds since 1970
-        self._next_listing = -math.inf  # by the monotonic clock
+        self._begun = -math.inf
+        """When that listing was begun, by the monotonic clock."""
+        self._next = -math.inf
+        self._is_away = False
+        """Whether Slurm does not answer, so that nobody waits for it."""
         self._listing: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def read_state(self, folder: RunFolder) -> JobState | None:
         """Return what becomes of the job of a run, as of the last seconds."""
+        now = time.monotonic()
         try:
             submitted = read_submitted(folder)
-            written = folder.scheduled_job.stat().st_mtime
+            seconds = time.time() - folder.scheduled_job.stat().st_mtime
         except OSError:
             return None
         if submitted.end:
             return JobState(True, submitted.end)
-        if not _is_here(submitted):
+        jobs = self._list() if shutil.which("squeue") is not None else None
+        if jobs is None or self._is_elsewhere(submitted):
             return None
-        job = (self._list() or {}).get(folder.path.name)
+        job = jobs.get(folder.path.name)
+        if job is None and submitted.job:  # it may be newer than the list
+            jobs = self._list(since=now)
+            job = None if jobs is None else jobs.get(folder.path.name)
         if job is None:
-            if self._listed < written + UNLISTED_AFTER_S:
+            if jobs is None or not (submitted.job or seconds > 2 * SUBMIT_TIMEOUT_S):
                 return None
-            name = f"the job {submitted.job}" if submitted.job else "its job"
-            return _keep_end(folder, submitted, f"Slurm no longer knows {name}", "")
+            end = f"Slurm no longer knows the job {submitted.job}".rstrip()
+            return _keep_end(folder, submitted, end, "")
         if job.state == "PENDING":
             return JobState(False, describe_place(job))
         if end := slurm_commands.describe_end(job.state):
             return _keep_end(folder, submitted, f"the Slurm job {job.number} {end}", job.reason)
         return JobState(False, f"the Slurm job {job.number} has begun on {job.nodes}")
 
-    def _list(self) -> Mapping[str, QueuedJob] | None:
-        """Return the user's jobs; None if Slurm has not answered yet.
+    def _list(self, since: float = -math.inf) -> Mapping[str, QueuedJob] | None:
+        """Return the user's jobs as Slurm listed them last, or after `since`.
 
-        Waits only for the first answer, and not long.
+        None if it has not answered since then. Waits for an answer only if it gave the last one,
+        and not long.
         """
         with self._starting:
-            if time.monotonic() >= self._next_listing and not _is_alive(self._listing):
-                self._listing = threading.Thread(
-                    target=self.refresh, name="nbtrain-queue", daemon=True
-                )
-                self._listing.start()
-        if self._jobs is None and self._listing is not None:
-            self._listing.join(FIRST_ANSWER_TIMEOUT_S)
-        return self._jobs
+            is_too_old = self._begun < since and not self._is_away
+            is_due = is_too_old or time.monotonic() >= self._next
+            listing = self._listing
+            if is_due and (listing is None or not listing.is_alive()):
+                listing = threading.Thread(target=self.refresh, name="nbtrain-queue", daemon=True)
+                listing.start()
+                self._listing = listing
+        is_wanted = self._jobs is None or self._begun < since
+        if is_wanted and listing is not None and not self._is_away:
+            listing.join(FIRST_ANSWER_TIMEOUT_S)
+            self._is_away = listing.is_alive()
+        return self._jobs if self._begun >= since else None
 
     def refresh(self) -> None:
         """Have Slurm list the user's jobs now. If it does not answer, keep the last list."""
-        self._next_listing = time.monotonic() + QUEUE_INTERVAL_S
-        asked = time.time()
-        with contextlib.suppress(LaunchError):
-            self._jobs, self._listed = slurm_commands.list_own_jobs(), asked
-        self._next_listing = time.monotonic() + QUEUE_INTERVAL_S
+        begun = time.monotonic()
+        self._next = begun + QUEUE_INTERVAL_S
+        try:
+            self._cluster = self._cluster or slurm_commands.find_cluster()
+            self._jobs, self._begun = slurm_commands.list_own_jobs(), begun
+            self._is_away = False
+        except LaunchError:
+            self._is_away = True
+        self._next = time.monotonic() + QUEUE_INTERVAL_S
 
     def cancel(self, folder: RunFolder, how: str, *, again: bool) -> None:
         """Cancel the job if it waits, or if it runs and this is the second request.
@@ -126,7 +144,7 @@ class Queue:
         if not (waits or again):  # it reads the request in the folder
             return
         submitted = read_submitted(folder)
-        if not _is_here(submitted):
+        if self._is_elsewhere(submitted):
             raise NbtrainError(
                 f"the job is in the queue of the cluster {submitted.cluster}: stop it on a host of "
                 "that cluster. It ends by itself when it begins"
@@ -139,6 +157,10 @@ class Queue:
             with contextlib.closing(EventWriter(folder.launcher_events)) as writer:
                 writer.write(events.Finished(clock.now(), -1, "interrupted", message))
 
+    def _is_elsewhere(self, submitted: Submitted) -> bool:
+        """Whether a job is of another cluster than this host, as far as that is known."""
+        return bool(self._cluster and submitted.cluster not in ("", self._cluster))
+
 
 def cancel_job(folder: RunFolder, *, only_waiting: bool = False) -> None:
     """Cancel the job of a run, which has its name. Raises `LaunchError` if that fails."""
@@ -150,17 +172,6 @@ def cancel_job(folder: RunFolder, *, only_waiting: bool = False) -> None:
 def scheduler() -> Queue:
     """Return the queue of this process."""
     return Queue()
-
-
-def _is_alive(thread: threading.Thread | None) -> bool:
-    return thread is not None and thread.is_alive()
-
-
-def _is_here(submitted: Submitted) -> bool:
-    """Whether a job is one of this host's cluster; False on a host without Slurm."""
-    if shutil.which("squeue") is None:
-        return False
-    return submitted.cluster in ("", slurm_commands.find_cluster())
 
 
 def _keep_end(folder: RunFolder, submitted: Submitted, end: str, reason: str) -> JobState:

@@ -153,9 +153,9 @@ class Submission(Engine):
         try:
             shutil.copyfile(self._packed.path, folder.payload)
             folder.payload.chmod(0o600)
-            set_scheduler(folder, "slurm")
             submitted = Submitted(slurm_commands.find_cluster())
             write_submitted(folder, submitted)
+            set_scheduler(folder, "slurm")
             number = _submit(command)
             # The job writes it, too, if it begins before.
             write_submitted(folder, replace(submitted, job=number))
