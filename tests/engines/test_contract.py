@@ -30,6 +30,7 @@ from nbtrain.ui import rank_texts
 from tests.support import shared_memory
 from tests.support.cells import the_last_run
 from tests.support.slurm import Job, SlurmCluster, find_slurm
+from tests.support.waiting import wait_until
 
 NAMES = ["fork", "spawn", "xla", "slurm", "inline"]
 MARKS = {"xla": [pytest.mark.xla], "slurm": [pytest.mark.slurm]}
@@ -195,6 +196,8 @@ def test_nothing_stays_behind(engine: str) -> None:
     for function in (lambda: 1, lambda: 1 / 0):
         with contextlib.suppress(ZeroDivisionError):
             launch(engine, function)
+        if engine == "slurm":  # a command that reads the job's time limit may be running
+            wait_until(lambda: look() <= before)
         assert look() - before == set()
     assert shared_memory.left_behind(shared) == []
 

@@ -82,9 +82,9 @@ def write(folder: RunFolder, action: Action, by: str) -> str:
     check_allowed("steering", "steering a run")
     folder.check_exists()
     folder.check_trust()
-    if is_queued(folder.read_manifest()):
-        raise NbtrainError("this run waits in a queue, so it has no training to steer yet")
     if not can_be_steered(folder):
+        if folder.manifest.exists() and is_queued(folder.read_manifest()):
+            raise NbtrainError("this run waits in a queue, so it has no training to steer yet")
         raise NbtrainError(NOT_STEERABLE)
     token = f"{time.time_ns()}-{secrets.token_hex(4)}"  # in the order of time
     if action.name == "peek":
