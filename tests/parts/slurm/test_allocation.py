@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from nbtrain.parts.slurm.allocation import Allocation, default_engine, is_of_task, read_allocation
@@ -79,3 +84,31 @@ def test_ranks_lose_the_variables_of_tasks_alone() -> None:
     lost = ("PROCID", "LOCALID", "NTASKS", "NTASKS_PER_NODE", "TASKS_PER_NODE", "STEP_ID", "NPROCS")
     assert not any(is_of_task(f"SLURM_{name}") for name in kept)
     assert all(is_of_task(f"SLURM_{name}") for name in lost)
+
+
+_LAUNCH = """
+import sys
+started, looked_for = [], []
+sys.addaudithook(lambda event, args: started.append(args[0]) if event == "subprocess.Popen" else 0)
+import shutil, nbtrain
+which = shutil.which
+shutil.which = lambda name, *args: looked_for.append(name) or which(name, *args)
+run = nbtrain.launch(lambda: 1, num_processes=2, view="none")
+assert nbtrain.Run.open(run.folder).value == 1
+nbtrain.runs()
+of_slurm = sorted(name for name in sys.modules if name.startswith("nbtrain.parts.slurm."))
+print([each for each in started if each != sys.executable], looked_for, of_slurm)
+"""
+
+
+def test_a_host_without_slurm_is_not_searched_for_it(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(
+        [sys.executable, "-c", _LAUNCH],
+        env={**env, "NBTRAIN_HOME": str(tmp_path)},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    own = [f"nbtrain.parts.slurm.{name}" for name in ("allocation", "launch_side")]
+    assert done.stdout.strip() == f"[] [] {own}", done.stderr
