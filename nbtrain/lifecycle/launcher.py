@@ -402,7 +402,8 @@ def run_submitted(load: Callable[[], Plan], folder: RunFolder, *, in_notebook: b
     except (Exception, SystemExit) as error:  # of the user's modules, too; it is the run's
         run_folder.recreate(folder, given)
         supervisor = Supervisor(folder, initial_state(given), plan)
-        supervisor.abort(f"{type(error).__name__}: {error}", getattr(error, "code", ""))
+        code = error.code if isinstance(error, LaunchError) else ""
+        supervisor.abort(f"{type(error).__name__}: {error}", code)
     else:
         background.watch(engine, replace(job, in_notebook=in_notebook), state)
     finally:

@@ -52,6 +52,7 @@ def main(order: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             channel.send({TERMINATED: True})
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         channel.close()  # before the ranks end: the driver reports the job's end and not theirs
         agent.end()
         agent.modules.delete()

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -65,6 +66,12 @@ def environment() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n in _KEPT or not is_of_slurm(n)}
 
 
+def _without_filters() -> dict[str, str]:
+    """Return this process's environment without variables that are options of Slurm's commands."""
+    filters = ("SQUEUE_", "SCANCEL_", "SLURM_CLUSTERS")
+    return {n: v for n, v in os.environ.items() if not n.startswith(filters)}
+
+
 def call(
     *command: str,
     text: str = "",
@@ -80,7 +87,7 @@ def call(
             text=True,
             errors="replace",
             timeout=timeout_s,
-            env=env,
+            env=_without_filters() if env is None else env,
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} does not answer: is Slurm's controller up?") from None
@@ -183,41 +190,61 @@ class QueuedJob:
 
 
 def list_own_jobs() -> dict[str, QueuedJob]:
-    """Return the jobs of this user by their names, also those that ended some minutes ago.
+    """Return the jobs of this user by name and by number, also those that ended lately.
 
-    Raises `LaunchError` if Slurm does not answer.
+    Slurm remembers them for minutes. Raises `LaunchError` if it does not answer.
     """
-    user = f"--user={os.getuid()}"
-    listed = call(
-        "squeue", "--noheader", user, "--states=all", "--format=%j|%A|%T|%P|%S|%N|%r"
-    ).splitlines()
+    own = ("--all", "--noheader", f"--user={os.getuid()}", "--states=all")
+    listed = call("squeue", *own, "--format=%j|%A|%T|%P|%S|%N|%r").splitlines()
     waiting: list[str] = []
     if any("|PENDING|" in line for line in listed):
-        options = ("--states=PENDING", "--sort=-p,i", "--format=%A|%P")
-        waiting = call("squeue", "--noheader", *options).splitlines()
+        queue = ("--all", "--noheader", "--states=PENDING", "--sort=-p,i", "--format=%A|%P")
+        waiting = call("squeue", *queue).splitlines()
     return read_jobs(listed, waiting)
 
 
 def read_jobs(listed: Sequence[str], waiting: Sequence[str]) -> dict[str, QueuedJob]:
-    """Return jobs by their names from the lines of squeue. Pure.
+    """Return jobs by name and by number from the lines of squeue. Pure.
 
     `listed` has lines ``name|number|state|partitions|start|nodes|reason``, `waiting` has lines
     ``number|partitions`` in the order of the queue.
     """
+    places = find_places(waiting)
     jobs = {}
     for line in listed:
         if line.count("|") >= 6:  # a reason may have more of them
             name, number, state, partition, start, nodes, reason = line.split("|", 6)
-            place = _find_place(number, partition, waiting)
-            jobs[name] = QueuedJob(number, state, partition, start, nodes, reason, place)
+            place = places.get(number)
+            job = QueuedJob(number, state, partition, start, nodes, reason, place)
+            jobs[name] = jobs[number] = job
     return jobs
 
 
-def _find_place(number: str, partitions: str, waiting: Sequence[str]) -> int | None:
-    """Return the place of a job among those that wait for one of its partitions. Pure."""
-    pairs = (line.partition("|") for line in waiting)
-    rivals = [n for n, _, of in pairs if {*of.split(",")} & {*partitions.split(",")}]
-    return rivals.index(number) + 1 if number in rivals else None
+def find_places(waiting: Sequence[str]) -> dict[str, int]:
+    """Return the place of each job among those that wait for its partition. Pure.
+
+    Of a job that waits for several partitions, it is the best place.
+    """
+    counts: Counter[str] = Counter()
+    places = {}
+    for line in waiting:
+        number, _, partitions = line.partition("|")
+        counts.update(names := partitions.split(","))
+        places[number] = min(counts[name] for name in names)
+    return places
+
+
+def is_forgotten(job: str) -> bool:
+    """Whether Slurm has no job with a number, or one of another user.
+
+    Raises `LaunchError` if it does not answer.
+    """
+    try:
+        return _read_job(job, "%U") != str(os.getuid())
+    except CommandError as error:
+        if "Invalid job id" in error.reason:
+            return True
+        raise
 
 
 def find_cluster() -> str:

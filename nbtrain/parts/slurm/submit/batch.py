@@ -22,7 +22,7 @@ def main(order: Mapping[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     folder = RunFolder(Path(order["folder"]))
     submitted = read_submitted(folder)
-    write_submitted(folder, replace(submitted, job=os.environ["SLURM_JOB_ID"]))
+    write_submitted(folder, replace(submitted, job=os.environ["SLURM_JOB_ID"], end=""))
     try:
         run_submitted(lambda: load(folder), folder, in_notebook=order["in_notebook"])
     finally:

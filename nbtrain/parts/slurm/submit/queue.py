@@ -6,11 +6,13 @@ import contextlib
 import functools
 import json
 import math
+import os
 import shutil
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from ....part_api import (
     EventWriter,
@@ -27,7 +29,7 @@ from ....part_api import (
 )
 from .. import slurm_commands
 from ..limits import FIRST_ANSWER_TIMEOUT_S, QUEUE_INTERVAL_S, SUBMIT_TIMEOUT_S
-from ..slurm_commands import QueuedJob
+from ..slurm_commands import QueuedJob, is_forgotten
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Submitted:
 def read_submitted(folder: RunFolder) -> Submitted:
     """Return what is known about the job of a run. Raises `OSError` without its file."""
     try:
-        return Submitted(**json.loads(read_regular(folder.scheduled_job, 4096)))
+        return Submitted(**json.loads(read_regular(folder.scheduled_job, 1 << 16)))
     except (ValueError, TypeError) as error:
         raise OSError(f"{folder.scheduled_job} is damaged") from error
 
@@ -64,19 +66,21 @@ class Queue:
 
     def __init__(self) -> None:
         self._cluster = ""
-        self._jobs: Mapping[str, QueuedJob] | None = None
-        """The user's jobs by their names, as Slurm listed them last."""
-        self._begun = -math.inf
-        """When that listing was begun, by the monotonic clock."""
+        self._listed: tuple[float, Mapping[str, QueuedJob]] | None = None
+        """The user's jobs as Slurm listed them last, and when, by the monotonic clock."""
         self._next = -math.inf
         self._is_away = False
         """Whether Slurm does not answer, so that nobody waits for it."""
         self._listing: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._ends: dict[Path, JobState] = {}
+        self._completed: dict[Path, float] = {}
+        """When jobs were first seen to have ended well, though their runs have not."""
 
     def read_state(self, folder: RunFolder) -> JobState | None:
         """Return what becomes of the job of a run, as of the last seconds."""
-        now = time.monotonic()
+        if known := self._ends.get(folder.path):
+            return known
         try:
             submitted = read_submitted(folder)
             seconds = time.time() - folder.scheduled_job.stat().st_mtime
@@ -87,40 +91,60 @@ class Queue:
         jobs = self._list() if shutil.which("squeue") is not None else None
         if jobs is None or self._is_elsewhere(submitted):
             return None
-        job = jobs.get(folder.path.name)
-        if job is None and submitted.job:  # it may be newer than the list
-            jobs = self._list(since=now)
-            job = None if jobs is None else jobs.get(folder.path.name)
+        job = jobs.get(folder.path.name) or jobs.get(submitted.job)
         if job is None:
-            if jobs is None or not (submitted.job or seconds > 2 * SUBMIT_TIMEOUT_S):
-                return None
+            is_lost = not submitted.job and seconds > 2 * SUBMIT_TIMEOUT_S
+            with contextlib.suppress(LaunchError):
+                is_lost = is_lost or bool(submitted.job and is_forgotten(submitted.job))
             end = f"Slurm no longer knows the job {submitted.job}".rstrip()
-            return _keep_end(folder, submitted, end, "")
+            return self._keep_end(folder, submitted, end) if is_lost else None
         if job.state == "PENDING":
             return JobState(False, describe_place(job))
-        if end := slurm_commands.describe_end(job.state):
-            return _keep_end(folder, submitted, f"the Slurm job {job.number} {end}", job.reason)
+        end = slurm_commands.describe_end(job.state)
+        if end and not (job.state == "COMPLETED" and self._may_be_late(folder)):
+            reason = "" if job.reason in ("", "None") or job.reason in end else f" ({job.reason})"
+            with contextlib.suppress(OSError):
+                folder.payload.unlink(missing_ok=True)
+            return self._keep_end(folder, submitted, f"the Slurm job {job.number} {end}{reason}")
         return JobState(False, f"the Slurm job {job.number} has begun on {job.nodes}")
 
-    def _list(self, since: float = -math.inf) -> Mapping[str, QueuedJob] | None:
-        """Return the user's jobs as Slurm listed them last, or after `since`.
+    def _may_be_late(self, folder: RunFolder) -> bool:
+        """Whether the end of a run may not be visible yet, on a network file system."""
+        first = self._completed.setdefault(folder.path, time.monotonic())
+        return time.monotonic() - first < 3 * QUEUE_INTERVAL_S
 
-        None if it has not answered since then. Waits for an answer only if it gave the last one,
-        and not long.
+    def _keep_end(self, folder: RunFolder, submitted: Submitted, end: str) -> JobState:
+        """Return how a job ended, with what it printed, and keep that."""
+        if printed := printed_in(folder.launcher_log):
+            end = f"{end}. It printed: {printed}"
+        elif is_queued(folder.read_manifest()) and "scancel" not in end:
+            end = (
+                f"{end}. nbtrain did not begin there: do the nodes see {folder.path} and Python? "
+                "NBTRAIN_HOME moves the folder"
+            )
+        with contextlib.suppress(OSError):
+            write_submitted(folder, replace(submitted, end=end))
+        self._ends[folder.path] = JobState(True, end)
+        return self._ends[folder.path]
+
+    def _list(self) -> Mapping[str, QueuedJob] | None:
+        """Return the user's jobs as Slurm listed them last; None if it has not answered yet.
+
+        Waits only for the first answer, and not long.
         """
         with self._starting:
-            is_too_old = self._begun < since and not self._is_away
-            is_due = is_too_old or time.monotonic() >= self._next
             listing = self._listing
-            if is_due and (listing is None or not listing.is_alive()):
+            if time.monotonic() >= self._next and (listing is None or not listing.is_alive()):
                 listing = threading.Thread(target=self.refresh, name="nbtrain-queue", daemon=True)
-                listing.start()
+                try:
+                    listing.start()
+                except RuntimeError:  # no thread can be started
+                    self._is_away, listing = True, None
                 self._listing = listing
-        is_wanted = self._jobs is None or self._begun < since
-        if is_wanted and listing is not None and not self._is_away:
+        if self._listed is None and listing is not None and not self._is_away:
             listing.join(FIRST_ANSWER_TIMEOUT_S)
-            self._is_away = listing.is_alive()
-        return self._jobs if self._begun >= since else None
+            self._is_away = self._listed is None
+        return None if self._listed is None else self._listed[1]
 
     def refresh(self) -> None:
         """Have Slurm list the user's jobs now. If it does not answer, keep the last list."""
@@ -128,10 +152,13 @@ class Queue:
         self._next = begun + QUEUE_INTERVAL_S
         try:
             self._cluster = self._cluster or slurm_commands.find_cluster()
-            self._jobs, self._begun = slurm_commands.list_own_jobs(), begun
-            self._is_away = False
+            jobs = slurm_commands.list_own_jobs()
         except LaunchError:
             self._is_away = True
+        else:
+            self._is_away = False
+            if self._listed is None or begun > self._listed[0]:  # another may have been faster
+                self._listed = begun, jobs
         self._next = time.monotonic() + QUEUE_INTERVAL_S
 
     def cancel(self, folder: RunFolder, how: str, *, again: bool) -> None:
@@ -143,13 +170,17 @@ class Queue:
         waits = is_queued(folder.read_manifest())
         if not (waits or again):  # it reads the request in the folder
             return
-        submitted = read_submitted(folder)
+        if not self._cluster:
+            self.refresh()
+        submitted = Submitted()
+        with contextlib.suppress(OSError):
+            submitted = read_submitted(folder)
         if self._is_elsewhere(submitted):
             raise NbtrainError(
                 f"the job is in the queue of the cluster {submitted.cluster}: stop it on a host of "
                 "that cluster. It ends by itself when it begins"
             )
-        cancel_job(folder, only_waiting=waits)
+        cancel_job(folder, only_waiting=waits and not again)
         self.refresh()
         state = self.read_state(folder)
         if state is not None and state.is_over and is_queued(folder.read_manifest()):
@@ -174,21 +205,7 @@ def scheduler() -> Queue:
     return Queue()
 
 
-def _keep_end(folder: RunFolder, submitted: Submitted, end: str, reason: str) -> JobState:
-    """Return how a job ended, with what it printed, and keep that; delete what it was sent."""
-    if reason not in ("", "None") and reason not in end:
-        end = f"{end} ({reason})"
-    if printed := printed_in(folder.launcher_log):
-        end = f"{end}. It printed: {printed}"
-    elif is_queued(folder.read_manifest()) and "scancel" not in end:
-        end = (
-            f"{end}. nbtrain did not begin there: do the nodes see {folder.path} and Python? "
-            "NBTRAIN_HOME moves the folder"
-        )
-    with contextlib.suppress(OSError):
-        write_submitted(folder, replace(submitted, end=end))
-        folder.payload.unlink(missing_ok=True)
-    return JobState(True, end)
+os.register_at_fork(after_in_child=scheduler.cache_clear)  # its thread and lock are the kernel's
 
 
 def describe_place(job: QueuedJob) -> str:

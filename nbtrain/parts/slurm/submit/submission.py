@@ -159,6 +159,7 @@ class Submission(Engine):
             number = _submit(command)
             # The job writes it, too, if it begins before.
             write_submitted(folder, replace(submitted, job=number))
+            scheduler().refresh()
         except BaseException as error:
             if not isinstance(error, PlanError):  # an interrupt: the job may be in the queue
                 with contextlib.suppress(LaunchError):
@@ -166,7 +167,6 @@ class Submission(Engine):
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
         LOGGER.info("submitted as the Slurm job %s", number)
-        scheduler().refresh()
         return True
 
     def discard(self) -> None:
