@@ -96,7 +96,9 @@ def launch(kernel: Notebook, change: Change) -> str:
     out = must_run(
         kernel,
         f"%%distributed -n 2\ndef train(model):\n    {change.train}\n"
-        "    report = open(os.environ['NBTRAIN_RUN'] + '/rank-0000.jsonl').read()\n"
+        # Its own report: the ranks do not meet, so that another one may have none yet.
+        "    rank = os.environ['RANK']\n"
+        "    report = open(os.environ['NBTRAIN_RUN'] + f'/rank-000{rank}.jsonl').read()\n"
         "    return bits(model), 'changed-model' in report or 'rounded-model' in report",
     )
     return out.board
