@@ -235,7 +235,7 @@ class SlurmDriver(remote.Driver):
     async def _explain_end(self, name: str, is_terminated: bool) -> str:
         """Return why the agent on a node has ended. Agents that end together are asked for once.
 
-        It is terminated by SIGTERM.
+        `is_terminated`: the agent was ended by SIGTERM.
         """
         if self._explaining is None or self._explaining.done():
             names = [node.name for node in self._nodes]

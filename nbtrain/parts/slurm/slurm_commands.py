@@ -74,15 +74,14 @@ def _without_filters() -> dict[str, str]:
 
 def call(
     *command: str,
-    text: str = "",
     env: Mapping[str, str] | None = None,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
-    """Return what a command prints; `text` is its input. Raises `LaunchError` if it fails."""
+    """Return what a command prints. Raises `LaunchError` if it fails."""
     try:
         done = subprocess.run(
             command,
-            input=text,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
