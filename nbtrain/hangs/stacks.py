@@ -431,6 +431,7 @@ def _read_kernel_stacks(
         return RankStack(rank, trouble="runs in another kernel (inline engine): ask that kernel")
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0, None)
+    frames.pop(threading.get_ident(), None)  # nbtrain's thread, and a cycle with this frame
     while main is not None and is_own(main.f_code.co_filename):  # the call of this function
         main = main.f_back
     tops = [top for top in (main, *frames.values()) if top is not None]

@@ -40,8 +40,11 @@ def notebook_threads() -> list[threading.Thread]:
     Left out are the calling thread, the kernel's own, and those that are restarted in a rank or
     wait for work in a pool.
     """
-    frames = sys._current_frames()
     here = threading.current_thread()
+    frames = sys._current_frames()
+    # This function's own frame would hold itself by `frames`, and the user's values by its callers,
+    # until Python collects cycles.
+    frames.pop(threading.get_ident(), None)
     return [
         thread
         for thread in threading.enumerate()

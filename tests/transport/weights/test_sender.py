@@ -457,6 +457,24 @@ def test_only_a_model_that_is_another_one_since_the_launch_has_to_be_loaded(
     assert trained(notebook)
 
 
+@pytest.mark.parametrize("options", ["-e fork", "-e spawn", "--background", "--detach"])
+def test_a_launch_holds_no_model_that_the_notebook_has_dropped(
+    notebook: Notebook, options: str
+) -> None:
+    """Not even in a cycle: the memory of a large model must be free at once."""
+    notebook.run("%load_ext nbtrain" + MODEL + "import gc, weakref; gc.collect(); gc.disable()")
+    try:
+        assert not notebook.run(
+            f"%%distributed -n 2 {options}\nmodel[0].weight.data.fill_(7)"
+        ).ename
+        assert not notebook.run("nbtrain.last_run().wait()").ename
+        assert notebook.value("float(model[0].weight[0, 0])") == 7
+        assert not notebook.run("gone = weakref.ref(model)\nmodel = opt = sched = None").ename
+        assert notebook.value("gone() is None")
+    finally:
+        notebook.run("gc.enable()")
+
+
 def _in_mapped_file(model: Any, tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         size, shape = parameter.numel(), parameter.shape
