@@ -27,6 +27,7 @@ TABLE = (
     "live",
     "debugger",
     "steering",
+    "profile",
     "memory",
     "scaling",
     "export",

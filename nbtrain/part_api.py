@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .system.files import read_regular, write_atomically
     from .system.instrumentation import patch, replace, scope, undo_later, when_imported
     from .system.network import is_loopback, own_address
+    from .system.source_files import is_library
     from .system.text import (
         format_bytes,
         format_duration,
@@ -111,6 +112,7 @@ _NAMES = {
     "system": "host",
     "system.files": "read_regular write_atomically",
     "system.instrumentation": "patch replace scope undo_later when_imported",
+    "system.source_files": "is_library",
     "system.network": "is_loopback own_address",
     "system.text": "format_bytes format_duration format_ranks plural short_repr shorten "
     "strip_escapes with_article",
@@ -155,8 +157,8 @@ __all__ = [  # written out because type checkers read it; a test compares it wit
     "attempt", "check_allowed", "check_parsed", "clock", "connect", "event_tail", "events",
     "failing_plan", "file_size", "fill_memory_file", "find_run", "fork_process", "format_bytes",
     "format_duration", "format_ranks", "guard_step", "hooks", "host", "html_table",
-    "interpreter_command", "is_loopback", "is_metric", "is_queued", "is_secondary_failure",
-    "kernel_detach", "last_run", "load", "load_provided", "log_values", "mark_stopping",
+    "interpreter_command", "is_library", "is_loopback", "is_metric", "is_queued",
+    "is_secondary_failure", "kernel_detach", "last_run", "load", "load_provided", "log_values", "mark_stopping",
     "mask_source", "mask_text", "name_with_lookalikes", "new_events", "own_address", "parser",
     "patch", "payload", "plan_fields", "plural", "printed_in", "prompt", "rank_context",
     "rank_environment", "read_appended", "read_regular", "ready_to_fork", "replace",

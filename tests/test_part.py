@@ -136,7 +136,11 @@ def test_every_reference_of_a_part_can_be_imported() -> None:
 
 def test_an_option_of_a_part_names_one() -> None:
     named = {option.part for option in option_parser.cell_options().values() if option.part}
-    assert named == {"debugger", "forwarding", "ray", "slurm", "steering", "tpu"} <= {*part.TABLE}
+    assert (
+        named
+        == {"debugger", "forwarding", "profile", "ray", "slurm", "steering", "tpu"}
+        <= {*part.TABLE}
+    )
 
 
 def test_the_core_names_no_part() -> None:

@@ -124,6 +124,7 @@ def launch(
     max_restarts: int = 0,
     start_from: Run | str | os.PathLike[str] | None = None,
     turn: Mapping[str, Any] | None = None,
+    profile: str | int | tuple[int, int] | bool | None = None,
     background: bool = False,
     detach: bool = False,
     submit: str | None = None,
@@ -187,6 +188,8 @@ def launch(
             unless the function loads what `nbtrain.last_checkpoint` returns.
         turn: new settings of the optimizers from the first step on, as for `Run.turn`:
             ``{"lr": "/3"}``. A checkpoint that is loaded does not replace them.
+        profile: record some steps of all ranks, and show where their time goes: True for the 3
+            steps after the second, a number of steps, or ``"100:3"`` for the 3 after step 100.
         background: return the run when its ranks have started; it ends with the kernel.
         detach: the same, but the run survives the kernel: ``%nbtrain show`` displays it in another.
         submit: the same, on the nodes of a Slurm job of its own: options of ``sbatch`` for that

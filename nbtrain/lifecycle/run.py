@@ -511,6 +511,41 @@ class Run:
         request = part.load_provided("steering", "keep", "run.keep()")
         return request(self, name)  # type: ignore[no-any-return]
 
+    def profile(self, steps: int = 3, *, shapes: bool = False, stacks: bool = False) -> Any:
+        """Record the next steps of all ranks, and return what their time went to.
+
+        All ranks record the same steps, after two more that warm the profiler up, and train on. It
+        waits until the steps are recorded. A notebook draws the result, with an advice if one cause
+        stands out; ``save("trace.json.gz")`` writes one trace of all ranks for Perfetto. It also
+        works for a run of another kernel.
+
+        Example::
+
+            run = nbtrain.launch(train, model, num_processes=2, background=True)
+            run.profile()
+
+        Args:
+            steps: how many optimizer steps are recorded, at most 10.
+            shapes: record the sizes of tensors, too.
+            stacks: record all Python calls, too: this slows Python down several times.
+
+        Raises:
+            NbtrainError: as `turn`; or the training ends before the steps are recorded, or uses a
+                profiler of its own.
+            PlanError: `steps` is out of range, or steering or profiles are switched off on this
+                host.
+        """
+        record = part.load_provided("profile", "record", "run.profile()")
+        return record(self, steps, shapes, stacks)
+
+    @property
+    def profiles(self) -> list[Any]:
+        """What was recorded of the run, by `profile` or ``--profile``, in the order of its steps.
+
+        Raises `NbtrainError` if another user could have written the run's folder.
+        """
+        return list(part.load_provided("profile", "profiles", "run.profiles")(self))
+
     def stacks(self) -> stacks.Stacks:
         """Return the Python stacks of each rank as they are now, also of a rank that hangs.
 

@@ -343,6 +343,8 @@ def _add_option(parser: OptionParser, option: Option) -> None:
         traits = {"action": "store_false" if option.default else "store_true"}
     elif option.repeats:
         traits |= {"action": "extend" if option.nargs else "append", "nargs": option.nargs}
+    if option.bare is not None:
+        traits |= {"nargs": "?", "const": option.bare}
     traits["default"] = [] if option.repeats else option.default
     if option.has_flags:
         parser.with_flags.update(option.flags.split())

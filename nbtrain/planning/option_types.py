@@ -115,6 +115,9 @@ class Option:
 
     nargs: str | None = None
 
+    bare: Any = None
+    """The value of the flag without one; None: the flag needs a value."""
+
     part: str = ""
     """The part that an option of `Plan` needs, or ""."""
 
@@ -295,6 +298,18 @@ def read_start(start: str | os.PathLike[str] | None) -> str | None:
     if start is None:
         return None
     return str(part.load_provided("steering", "find_start", "start_from")(os.fspath(start)))
+
+
+def read_profile(profile: object) -> tuple[int, int] | None:
+    """Return the steps before a profile and those in it; None for no profile.
+
+    Raises `PlanError` for other values than those of `nbtrain.launch`.
+    """
+    if profile is None or profile is False:
+        return None
+    read: Callable[[object], tuple[int, int]]
+    read = part.load_provided("profile", "read_steps", "profile")
+    return read(profile)
 
 
 def read_turn(settings: Mapping[str, Any] | Iterable[str] | None) -> dict[str, Any]:

@@ -225,6 +225,15 @@ class Plan:
         convert=options.read_turn,
         part="steering",
     )
+    profile: tuple[int, int] | None = option(
+        "--profile",
+        "record COUNT steps of all ranks after START, and show where their time goes (2:3)",
+        metavar="START:COUNT",
+        types=(str, bool, int, tuple, list),
+        bare="2:3",
+        convert=options.read_profile,
+        part="profile",
+    )
     background: bool = option(
         "--background",
         "return the prompt at once; the board stays live, and run.wait() waits for the end",

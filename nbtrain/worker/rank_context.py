@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from .. import part
 from ..system.files import ReservedFile
@@ -62,6 +64,19 @@ class Knob:
         return self.given if self.turned is None else self.turned
 
 
+class StepAction(Protocol):
+    """What a part does on all ranks after the same optimizer step, when a user requests it."""
+
+    def prepare(self, values: Mapping[str, Any], optimizer: Any) -> str:
+        """Return why it is impossible now, for people; "" if it is possible.
+
+        `values` are those of the request. `optimizer` has made the present step.
+        """
+
+    def apply(self, values: Mapping[str, Any], step: int) -> None:
+        """Do it after the present step, which has this number in all attempts."""
+
+
 @dataclass(eq=False)
 class RankContext:
     """What a rank knows and uses while it runs a task. A rank that stays has one for each."""
@@ -93,6 +108,8 @@ class RankContext:
     """Names of logged losses that were not finite."""
     knobs: dict[str, Knob] = field(default_factory=dict)
     """The numbers that the task's code gets from `nbtrain.knob`, by name."""
+    step_actions: dict[str, StepAction] = field(default_factory=dict)
+    """What parts do when it is requested, by the name of the request."""
     start_is_read: bool = False
     """Whether the task has got the checkpoint to start from by `nbtrain.last_checkpoint`."""
     is_finishing: bool = False

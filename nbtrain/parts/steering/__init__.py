@@ -60,6 +60,7 @@ PART = Part(
         "turn": "steering.requests:turn",
         "peek": "steering.requests:peek",
         "keep": "steering.requests:keep",
+        "request_step": "steering.requests:request_step",
         "read_settings": "steering.settings:read_settings",
         "export_changes": "steering.script.schedule:export_changes",
         "export_settings": "steering.script.schedule:export_settings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 AFTER = ("step", "epoch")
 """What a training may finish after."""
@@ -25,11 +25,16 @@ Setting = float | str | tuple[float, float] | None
 gives the setting back to the training code."""
 
 
+OWN = ("finish", "turn", "peek", "keep")
+"""The requests of this part."""
+
+
 @dataclass(frozen=True)
 class Action:
     """What all ranks do at the agreed step. Its values fit into JSON."""
 
-    name: Literal["finish", "turn", "peek", "keep"]
+    name: str
+    """One of `OWN`, or of `RankContext.step_actions`."""
     after: str = "step"
     """To finish: one of `AFTER`."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
@@ -39,7 +44,9 @@ class Action:
     group: int | None = None
     """The number of a parameter group; without one, all groups."""
     title: str = ""
-    """To keep a checkpoint: what the user calls it."""
+    """To keep a checkpoint: what the user calls it. Of another part: what is done, for people."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What another part needs to know."""
 
     @property
     def label(self) -> str:
@@ -50,6 +57,8 @@ class Action:
             return ""
         if self.name == "keep":
             return f'checkpoint "{self.title}"' if self.title else "checkpoint"
+        if self.name != "turn":
+            return self.title
         return ", ".join(map(_describe_setting, self.settings.items()))
 
     @property
@@ -62,7 +71,7 @@ class Action:
         """Return the action of a decoded record. Raises `ValueError` or `TypeError`."""
         settings = {str(name): _decode(value) for name, value in record["settings"].items()}
         action = cls(**{**record, "settings": settings})
-        if action.name not in ("finish", "turn", "peek", "keep") or action.after not in AFTER:
+        if not isinstance(action.name, str) or action.after not in AFTER:
             raise ValueError(f"{action} is unknown to this version of nbtrain")
         return action
 

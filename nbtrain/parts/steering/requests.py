@@ -226,6 +226,19 @@ def keep(run: Run, name: str = "", by: str = "by run.keep()") -> Path:
     return content
 
 
+def request_step(run: Run, name: str, title: str, values: Mapping[str, Any], by: str) -> ev.Steered:
+    """Have the ranks do what another part does, after one step; return what became of it.
+
+    Waits for the next step. Raises `NbtrainError` if it is called off.
+    """
+    _check_running(run)
+    action = Action(name, title=title, values=values)
+    answer = _wait_for_step(run, write(RunFolder(run.folder), action, by), math.inf)
+    if answer is None or answer.step is None:
+        raise NbtrainError(f"{run.folder.name} ended before its next step")
+    return answer
+
+
 def delete_abandoned_peeks(folder: RunFolder) -> None:
     """Delete the models that ranks saved for processes that have ended since."""
     with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ class Actions:
     """The actions of one task."""
 
     def __init__(self, context: RankContext) -> None:
+        self._of_parts = context.step_actions
         self._finishing, self._turning = Finishing(context), Turning(context)
         self._peeking, self._keeping = Peeking(context), Keeping(context)
 
@@ -41,6 +42,9 @@ class Actions:
             is_peek = action.name == "peek"
             peeking, keeping = self._peeking.find_refusal, self._keeping.find_refusal
             refusal = peeking() if is_peek else keeping(optimizer)
+            return Prepared(detail=refusal, is_refused=bool(refusal))
+        if action.name != "turn":
+            refusal = self._find_refusal(action, optimizer)
             return Prepared(detail=refusal, is_refused=bool(refusal))
         try:
             return Prepared(detail=self._turning.describe(action))
@@ -58,5 +62,17 @@ class Actions:
         elif decided.action.name == "keep":
             self._turning.restore()  # the checkpoint has the settings of the code
             self._keeping.apply(decided, optimizer)
-        else:
+        elif decided.action.name == "turn":
             self._turning.apply(decided.action)
+        else:
+            self._of_parts[decided.action.name].apply(decided.action.values, decided.step)
+
+    def _find_refusal(self, action: Action, optimizer: Any) -> str:
+        """Return why what another part does is impossible, for people; "" if it is possible."""
+        of_part = self._of_parts.get(action.name)
+        if of_part is None:
+            return f"this rank has no part that can {action.name}"
+        try:
+            return of_part.prepare(action.values, optimizer)
+        except Exception as error:  # whatever another part raises
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,219 @@
+"""Finds what costs a training most, and says what to do about it, from what was recorded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from ...part_api import format_bytes
+from . import limits
+from .comparison import Comparison
+from .texts import format_share, format_time
+from .trace import RankProfile
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What costs most, and what to do about it."""
+
+    code: str
+    saving: float
+    """The share of a step that could be saved at most."""
+    text: str
+    """For people: first the evidence, then what to do."""
+    rank: int | None = None
+    """The rank that it is about; None: all."""
+
+
+def give_advice(
+    compared: Comparison, samples: Mapping[int, float] | None = None, names: Mapping[str, str] = {}
+) -> Advice | None:
+    """Return the advice that could save most; None if nothing stands out.
+
+    `samples` is how many samples each rank trains on in a step, by rank, if known. `names` are the
+    names of cells by their files.
+    """
+    place = _Places(names)
+    found = [
+        _late_rank(compared, samples or {}, place),
+        _loader(compared, place),
+        _communication(compared),
+        _python(compared, place),
+        _optimizer(compared),
+    ]
+    worth = [each for each in found if each is not None and each.saving >= limits.LEAST_SAVING]
+    return max(worth, key=lambda each: each.saving, default=None)
+
+
+class _Places:
+    """Names lines of the user's code, given as ``file:number``."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def name(self, line: str) -> str:
+        """Return ``In[5], line 41``."""
+        file, _, number = line.rpartition(":")
+        return f"{self._names.get(file, file)}, line {number}"
+
+    def most(self, rank: RankProfile, kind: str, least: float = 0.3) -> str:
+        """Return the line with at least this share of a kind's time, as `name`; "" without one."""
+        lines = rank.lines.get(kind, {})
+        line = max(lines, key=lines.__getitem__, default="")
+        return self.name(line) if line and lines[line] >= least else ""
+
+
+def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Places) -> Advice | None:
+    """Advise about one rank that the others wait for."""
+    late = compared.late_rank
+    if late is None or len(compared.ranks) < 2:
+        return None
+    slow, others = compared.ranks[late], [r for i, r in enumerate(compared.ranks) if i != late]
+    waits = [wait for i, wait in enumerate(compared.waits_s) if i != late]
+    saving = fmean(waits) / compared.step_s
+    excess = {
+        kinds: compared.mean_s(slow, *kinds) - median(compared.mean_s(r, *kinds) for r in others)
+        for kinds in (("data",), ("forward", "backward"), ("optimizer",), ("python",))
+    }
+    kinds = max(excess, key=excess.__getitem__)
+    if excess[kinds] < fmean(waits) / 2:  # it comes later for a reason that was not recorded
+        return None
+    own = format_time(compared.mean_s(slow, *kinds))
+    usual = format_time(median(compared.mean_s(r, *kinds) for r in others))
+    names = _RANK_TEXTS[kinds[0]]
+    text = (
+        f"The others wait for rank {slow.rank}, {format_share(saving)} of each step: it takes "
+        f"{own} for {names}, the others {usual}."
+    )
+    its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
+    if kinds[0] == "data":
+        where = place.most(slow, "data")
+        at = f" It spends it in {where}." if where else ""
+        return Advice(
+            "slow-loader-of-rank",
+            saving,
+            f"{text}{at} Look at what its loader does that the others' does not: larger or more "
+            "samples, another disk, fewer workers.",
+            slow.rank,
+        )
+    if its is not None and theirs and its > 1.1 * median(theirs):
+        return Advice(
+            "unequal-batches",
+            saving,
+            f"{text} It trains on {its:.3g} samples in a step, the others on {median(theirs):.3g}."
+            " Give all ranks batches of one size: by DistributedSampler or accelerator.prepare("
+            "loader), or by batches with the same number of tokens.",
+            slow.rank,
+        )
+    where = place.most(slow, kinds[0])
+    at = f" It spends most of it in {where}." if where else ""
+    do = (
+        "Look at what this rank does alone in its Python code: logging, saving, metrics."
+        if kinds[0] == "python"
+        else "If its batches have the same size, something slows this rank down: another process "
+        "on its device or cores, fewer threads, a slower or hotter GPU."
+    )
+    return Advice("slow-rank", saving, f"{text}{at} {do}", slow.rank)
+
+
+_RANK_TEXTS = {
+    "data": "its batches",
+    "forward": "forward and backward",
+    "optimizer": "its optimizer",
+    "python": "Python between operations",
+}
+
+
+def _loader(compared: Comparison, place: _Places) -> Advice | None:
+    """Advise about a loader that all ranks wait for."""
+    saving = fmean(compared.shares(rank)["data"] for rank in compared.ranks)
+    slowest = max(compared.ranks, key=lambda rank: compared.shares(rank)["data"])
+    text = f"The ranks wait for batches {format_share(saving)} of each step."
+    if slowest.loader.startswith("_MultiProcessing"):
+        do = (
+            "The workers of the DataLoader are too slow: give it more of them (`num_workers`), let "
+            "them do less for each sample, or prepare the data once, before the training."
+        )
+        return Advice("slow-loader", saving, f"{text} {do}")
+    where = place.most(slowest, "data")
+    at = f" Most of it is in {where}." if where else ""
+    do = (
+        "The training does nothing else meanwhile: DataLoader(…, num_workers=4) prepares batches "
+        "beside it."
+    )
+    return Advice("slow-loader", saving, f"{text}{at} {do}")
+
+
+def _communication(compared: Comparison) -> Advice | None:
+    """Advise about collectives that the ranks wait for, beyond waiting for a late rank."""
+    if len(compared.ranks) < 2:
+        return None
+    exposed = [
+        max(0.0, compared.mean_s(rank, "communication") - wait)
+        for rank, wait in zip(compared.ranks, compared.waits_s, strict=True)
+    ]
+    saving = fmean(exposed) / compared.step_s
+    share = format_share(saving)
+    text = f"The ranks wait {share} of each step for collectives that nothing else hides"
+    if not compared.traffic:
+        return Advice("exposed-communication", saving, f"{text}.")
+    top = compared.traffic[0]
+    times = f"{top.per_step:.3g} × {top.name}" + (
+        f" of {format_bytes(top.size_bytes)}" if top.size_bytes else ""
+    )
+    if top.size_bytes and top.size_bytes < limits.SMALL_MESSAGE_BYTES and top.per_step > 20:
+        do = "They are many and small: join them, as DDP does with a larger `bucket_cap_mb`."
+    else:
+        do = (
+            "Train longer between them: a larger batch, or gradient accumulation with `no_sync()` "
+            "(accelerator.accumulate does that). Or send less: DDP's hook `bf16_compress_hook` "
+            "halves gradients in float32."
+        )
+    return Advice("exposed-communication", saving, f"{text}: {times}. {do}")
+
+
+def _python(compared: Comparison, place: _Places) -> Advice | None:
+    """Advise about time in which only Python runs, and on a GPU nothing else."""
+    saving = fmean(compared.shares(rank)["python"] for rank in compared.ranks)
+    worst = max(compared.ranks, key=lambda rank: compared.shares(rank)["python"])
+    where = place.most(worst, "python")
+    at = f", most of it in {where}" if where else ""
+    if not worst.has_gpu:
+        text = (
+            f"Only Python runs {format_share(saving)} of each step{at}: no operation of torch does."
+        )
+        do = (
+            "Move what is not needed in each step out of the loop, or do it with tensors."
+            if where
+            else "Larger batches make each operation larger; torch.compile joins small ones."
+        )
+        return Advice("waits-for-python", saving, f"{text} {do}")
+    text = (
+        f"The GPUs are idle {format_share(saving)} of each step, because they wait for Python{at}."
+    )
+    if worst.syncs:
+        each = worst.syncs / len(worst.steps)
+        do = (
+            f"Python waits for the GPU {each:.3g} times a step (.item(), .cpu(), print of a "
+            "tensor), so it cannot work ahead: do that every 100 steps, or on the GPU."
+        )
+    else:
+        do = "torch.compile joins small operations; larger batches make each one larger."
+    return Advice("waits-for-python", saving, f"{text} {do}")
+
+
+def _optimizer(compared: Comparison) -> Advice | None:
+    """Advise about an optimizer that takes much of a step; a fused one takes half, or less."""
+    share = fmean(compared.shares(rank)["optimizer"] for rank in compared.ranks)
+    names = [op.name for rank in compared.ranks for op in rank.operations]
+    if any("_fused_" in name or "multi_tensor" in name for name in names):
+        return None
+    text = f"The optimizer takes {format_share(share)} of each step."
+    foreach = any("_foreach_" in name for name in names)
+    do = (
+        "`fused=True` (for Adam, AdamW, SGD and Adagrad) updates all parameters in one operation"
+        + (", which is faster than the present `foreach`." if foreach else ".")
+        + " A larger batch, or gradient accumulation, makes fewer steps."
+    )
+    return Advice("slow-optimizer", share / 2, f"{text} {do}")

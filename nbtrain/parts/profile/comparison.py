@@ -1,0 +1,159 @@
+"""Compares what the ranks of a run did in the same steps. Pure.
+
+Ranks of one host read one clock. Between hosts, clocks are compared by collectives: all ranks leave
+one at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+
+from .intervals import intersect, merge, total
+from .trace import KINDS, Collective, RankProfile
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one name and size in the recorded steps."""
+
+    name: str
+    size_bytes: int | None
+    """What each rank gives; None if the traces do not tell."""
+    per_step: float
+    transfer_s: float
+    """From when the last rank has come until the end; the mean."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """How fast what a rank gives was sent; None without a size."""
+        return self.size_bytes / self.transfer_s if self.size_bytes and self.transfer_s else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same recorded steps of all ranks."""
+
+    ranks: Sequence[RankProfile]
+    """By their numbers."""
+
+    @cached_property
+    def step_s(self) -> float:
+        """The mean step of the slowest rank, in seconds."""
+        return max(fmean(s.end - s.begin for s in rank.steps) for rank in self.ranks) / 1e9
+
+    @cached_property
+    def typical(self) -> int:
+        """The index of the recorded step whose length is the median."""
+        count = min(len(rank.steps) for rank in self.ranks)
+        lengths = [max(r.steps[i].end - r.steps[i].begin for r in self.ranks) for i in range(count)]
+        return sorted(range(count), key=lengths.__getitem__)[count // 2]
+
+    def shares(self, rank: RankProfile) -> dict[str, float]:
+        """Return the share of a rank's steps that each kind took. Their sum is 1."""
+        whole = sum(step.end - step.begin for step in rank.steps)
+        return {kind: sum(s.parts_ns[kind] for s in rank.steps) / whole for kind in KINDS}
+
+    def mean_s(self, rank: RankProfile, *kinds: str) -> float:
+        """Return the seconds of some kinds in a rank's mean step."""
+        return fmean(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
+
+    @cached_property
+    def matched(self) -> list[tuple[Collective, ...]]:
+        """The collectives that all ranks have recorded, each with the one of every rank.
+
+        In a step, the n-th of one name, group and size is the same on all ranks. Of those whose
+        number differs, as at the edge of a step, none is used.
+        """
+        by_rank = [_by_place(rank) for rank in self.ranks]
+        found = []
+        for key, first in by_rank[0].items():
+            of_ranks = [places.get(key, ()) for places in by_rank]
+            if all(len(each) == len(first) for each in of_ranks):
+                found += list(zip(*of_ranks, strict=True))
+        return found
+
+    @cached_property
+    def offsets_ns(self) -> list[int]:
+        """How far the clock of each rank's host is ahead of that of the first rank's."""
+        offsets = dict[str, list[int]]()
+        for index, rank in enumerate(self.ranks):
+            if rank.host != self.ranks[0].host:
+                ahead = [each[index].end - each[0].end for each in self.matched]
+                offsets.setdefault(rank.host, []).extend(ahead)
+        by_host = {host: round(median(ahead)) for host, ahead in offsets.items() if ahead}
+        return [by_host.get(rank.host, 0) for rank in self.ranks]
+
+    @cached_property
+    def clock_error_s(self) -> float | None:
+        """How exact the comparison of clocks is; None if all ranks are on one host.
+
+        It is half of the range that the middle half of the collectives gives.
+        """
+        spreads = []
+        for index, rank in enumerate(self.ranks):
+            if rank.host != self.ranks[0].host:
+                ahead = sorted(each[index].end - each[0].end for each in self.matched)
+                if not ahead:
+                    return float("inf")
+                spreads.append(ahead[len(ahead) * 3 // 4] - ahead[len(ahead) // 4])
+        return max(spreads) / 2e9 if spreads else None
+
+    def _begin(self, collective: Collective, index: int) -> int:
+        return collective.begin - self.offsets_ns[index]
+
+    def _lasts(self) -> list[int]:
+        """Return when the last rank came to each of the matched collectives."""
+        return [max(self._begin(c, i) for i, c in enumerate(each)) for each in self.matched]
+
+    @cached_property
+    def waits_s(self) -> list[float]:
+        """How long each rank waits in a mean step for ranks that come later to a collective."""
+        lasts, steps = self._lasts(), len(self.ranks[0].steps)
+        found = []
+        for index, rank in enumerate(self.ranks):
+            before = merge(
+                (each[index].begin, last + self.offsets_ns[index])
+                for each, last in zip(self.matched, lasts, strict=True)
+            )
+            found.append(total(intersect(rank.waits, before)) / steps / 1e9)
+        return found
+
+    @cached_property
+    def late_rank(self) -> int | None:
+        """The index of the rank that others wait for; None if it is another one in some step."""
+        late = dict[int, Counter[int]]()
+        for each, last in zip(self.matched, self._lasts(), strict=True):
+            begins = [self._begin(c, i) for i, c in enumerate(each)]
+            waited = sum(
+                total(intersect(rank.waits, [(c.begin, last + self.offsets_ns[i])]))
+                for i, (rank, c) in enumerate(zip(self.ranks, each, strict=True))
+            )
+            step = next(s.number for s in self.ranks[0].steps if each[0].begin < s.end)
+            late.setdefault(step, Counter())[begins.index(last)] += waited
+        found = {max(counts, key=counts.__getitem__) for counts in late.values()}
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """The collectives by name and size, the most expensive first."""
+        groups = defaultdict[tuple[str, int | None], list[float]](list)
+        for each in self.matched:
+            begin = max(self._begin(c, i) for i, c in enumerate(each))
+            end = max(c.end - self.offsets_ns[i] for i, c in enumerate(each))
+            groups[each[0].name, each[0].size_bytes].append((end - begin) / 1e9)
+        steps = len(self.ranks[0].steps)
+        found = [Traffic(*key, len(each) / steps, fmean(each)) for key, each in groups.items()]
+        return sorted(found, key=lambda each: each.per_step * each.transfer_s, reverse=True)
+
+
+def _by_place(rank: RankProfile) -> Mapping[tuple[object, ...], list[Collective]]:
+    """Return the collectives of a rank by step, name, group and size, in their order."""
+    found = defaultdict[tuple[object, ...], list[Collective]](list)
+    for each in sorted(rank.collectives, key=lambda c: c.begin):
+        step = next((s.number for s in rank.steps if s.begin <= each.begin < s.end), None)
+        found[step, each.name, each.group, each.size_bytes].append(each)
+    return found

@@ -1,0 +1,73 @@
+"""Writes the traces of all ranks as one, in the Trace Event Format of Chrome and Perfetto.
+
+Each rank is a process of the trace, so its threads and GPU streams are together. Arrows link the
+same collective of the ranks.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...part_api import NbtrainError, write_atomically
+from .comparison import Comparison
+
+
+def write_merged(path: Path, traces: Sequence[Path], compared: Comparison) -> None:
+    """Write the traces of the ranks of `compared`, in their order, into one file.
+
+    Raises `NbtrainError` if a trace cannot be read, and `OSError`.
+    """
+    origin = min(rank.steps[0].begin for rank in compared.ranks)
+    events = list(_arrows(compared, origin))
+    for rank, file, offset in zip(compared.ranks, traces, compared.offsets_ns, strict=True):
+        try:
+            trace = json.loads(gzip.decompress(file.read_bytes()))
+        except (OSError, ValueError, EOFError) as error:
+            raise NbtrainError(f"the trace of rank {rank.rank} cannot be read: {error}") from error
+        shift_us = (int(trace.get("baseTimeNanoseconds", 0)) - origin - offset) / 1e3
+        events += _of_rank(trace, rank.rank, shift_us)
+    merged = {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
+    data = json.dumps(merged).encode()
+    write_atomically(path, gzip.compress(data, 6) if path.suffix == ".gz" else data)
+
+
+def _of_rank(trace: dict[str, Any], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank with the rank as their process, `shift_us` later."""
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "M" and event["name"] != "thread_name":
+            continue
+        if not isinstance(event.get("pid"), int) and event.get("cat") not in _OF_GPUS:
+            continue  # marks of the profiler itself
+        moved = {**event, "pid": rank}
+        if "ts" in event:
+            moved["ts"] = round(event["ts"] + shift_us, 3)
+        if not isinstance(event.get("tid"), int):
+            moved["tid"] = str(event.get("tid"))
+        if "id" in event:  # of an arrow within the rank
+            moved["id"] = f"{rank}.{event['id']}"
+        yield moved
+
+
+_OF_GPUS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+
+
+def _arrows(compared: Comparison, origin: int) -> Iterator[dict[str, Any]]:
+    """Yield arrows from the last rank that comes to a collective to the others."""
+    for number, each in enumerate(compared.matched):
+        begins = [c.begin - compared.offsets_ns[i] for i, c in enumerate(each)]
+        last = begins.index(max(begins))
+        for index, collective in enumerate(each):
+            if index == last:
+                continue
+            common = {"cat": "collective", "name": collective.name, "id": f"c{number}.{index}"}
+            for phase, at in (("s", last), ("f", index)):
+                # Inside of both: the arrow binds to what runs at its time.
+                time_us = (max(begins) + 1000 - origin) / 1e3
+                event = {**common, "ph": phase, "pid": compared.ranks[at].rank, "ts": time_us}
+                yield {**event, "tid": each[at].thread, **({"bp": "e"} if phase == "f" else {})}

@@ -1,0 +1,187 @@
+"""A profile of a run: what its ranks did in the same steps, and what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...part_api import (
+    POLL_INTERVAL_S,
+    MissingExtra,
+    NbtrainError,
+    Run,
+    RunFolder,
+    load_provided,
+    read_regular,
+)
+from . import page
+from .advice import Advice, give_advice
+from .comparison import Comparison
+from .files import Request, folder_of, recordings, trace_file
+from .limits import WARMUP_STEPS
+from .merged_trace import write_merged
+from .trace import KINDS, Collective, Operation, RankProfile, Step
+
+MAX_SUMMARY_BYTES = 1 << 27
+
+
+class Profile:
+    """What all ranks of a run did in the same steps. A notebook draws it.
+
+    Attributes:
+        folder (pathlib.Path): the folder with a trace of each rank.
+        comparison (Comparison): what was recorded of the ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: list[RankProfile],
+        samples: Mapping[int, float],
+        names: Mapping[str, str],
+    ) -> None:
+        self.folder, self.comparison = folder, Comparison(ranks)
+        self._samples, self._names = samples, names
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """What costs most and what to do about it; None if nothing stands out."""
+        return give_advice(self.comparison, self._samples, self._names)
+
+    @property
+    def title(self) -> str:
+        return page.write_title(self.folder.parent.parent.name, self.comparison)
+
+    def table(self) -> Any:
+        """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
+
+        ``step`` is the whole step, ``waits`` the part of ``communication`` in which the rank waits
+        for others. Raises `MissingExtra` without pandas.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtra(
+                'profile.table() is a DataFrame and needs pandas: pip install "nbtrain[history]"'
+            ) from error
+        return pd.DataFrame(self._rows()).set_index("rank")
+
+    def _rows(self) -> list[dict[str, float]]:
+        """Return the rows of `table`, by its names."""
+        compared = self.comparison
+        return [
+            {
+                "rank": rank.rank,
+                "step": compared.mean_s(rank, *KINDS),
+                **{kind: compared.mean_s(rank, kind) for kind in KINDS},
+                "waits": wait,
+            }
+            for rank, wait in zip(compared.ranks, compared.waits_s, strict=True)
+        ]
+
+    def save(self, path: str | Path) -> Path:
+        """Write one trace of all ranks, for Perfetto or chrome://tracing; return its path.
+
+        Each rank is a process of the trace, and arrows link the collectives of the ranks. With a
+        name that ends in ``.gz``, it is compressed. Raises `NbtrainError` if a rank's trace is
+        gone, and `OSError` if the file cannot be written.
+        """
+        path = Path(path)
+        traces = [trace_file(self.folder, rank.rank) for rank in self.comparison.ranks]
+        write_merged(path, traces, self.comparison)
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as values that fit into JSON."""
+        advice = None if self.advice is None else asdict(self.advice)
+        compared = self.comparison
+        operations = compared.ranks[compared.late_rank or 0].operations
+        return {
+            "steps": [step.number for step in compared.ranks[0].steps],
+            "step_s": compared.step_s,
+            "advice": advice,
+            "late_rank": None
+            if compared.late_rank is None
+            else compared.ranks[compared.late_rank].rank,
+            "ranks": self._rows(),
+            "operations": [asdict(each) for each in operations],
+            "communication": [asdict(each) for each in compared.traffic],
+            "clock_error_s": compared.clock_error_s,
+        }
+
+    def _repr_html_(self) -> str:
+        return page.draw_page(self.title, self.comparison, self.advice, self._names)
+
+    def __repr__(self) -> str:
+        return page.write_text(self.title, self.comparison, self.advice, self._names)
+
+
+def read_profile(run: Run, folder: Path) -> Profile | None:
+    """Return the profile in a folder of a run's recordings; None if it is not complete."""
+    found = sorted(folder.glob("rank-*.summary.json"))
+    ranks, size = [], 0
+    for file in found:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            record = json.loads(read_regular(file, MAX_SUMMARY_BYTES))
+            size = record.pop("world_size")
+            ranks.append(_decode(record))
+    if not ranks or len(ranks) < size:
+        return None
+    of_run = RunFolder(run.folder)
+    return Profile(folder, ranks, samples_of(run), of_run.cells())
+
+
+def _decode(record: dict[str, Any]) -> RankProfile:
+    """Return the summary of a rank. Raises `TypeError` or `LookupError` for another record."""
+    lists = {"steps": Step, "operations": Operation, "collectives": Collective}
+    made = {name: [cls(**each) for each in record[name]] for name, cls in lists.items()}
+    waits = [(begin, end) for begin, end in record["waits"]]
+    return RankProfile(**{**record, **made, "waits": waits})
+
+
+def samples_of(run: Run) -> dict[int, float]:
+    """Return how many samples each rank trains on in a step, as far as that is known."""
+    counts = ((rank.rank, rank.progress) for rank in run.state.ranks)
+    return {
+        rank: each.samples / each.steps
+        for rank, each in counts
+        if each is not None and each.samples and each.steps
+    }
+
+
+def profiles_of(run: Run) -> list[Profile]:
+    """Do what `Run.profiles` does."""
+    of_run = RunFolder(run.folder)
+    of_run.check_trust()
+    found = (read_profile(run, folder) for folder in recordings(of_run))
+    return [each for each in found if each is not None]
+
+
+def record_steps(run: Run, steps: int, shapes: bool, stacks: bool) -> Profile:
+    """Do what `Run.profile` does."""
+    return record(run, Request(steps, shapes=shapes, stacks=stacks))
+
+
+def record(run: Run, request: Request, by: str = "by run.profile()") -> Profile:
+    """Record steps of a run that trains, and wait for them. Raises what `Run.profile` raises."""
+    title = f"profile of {request.steps} steps"
+    ask = load_provided("steering", "request_step", "run.profile()")
+    answer = ask(run, "profile", title, asdict(request), by)
+    folder = folder_of(RunFolder(run.folder), answer.attempt, answer.step + WARMUP_STEPS + 1)
+    while True:
+        is_over = (
+            run.state.is_over or run.state.attempt != answer.attempt
+        )  # before it is looked for
+        if (profile := read_profile(run, folder)) is not None:
+            return profile
+        for file in folder.glob("rank-*.failed"):
+            raise NbtrainError(f"there is no profile: {read_regular(file).decode()}")
+        if is_over:
+            raise NbtrainError(f"{run.folder.name} ended before the steps were recorded")
+        time.sleep(POLL_INTERVAL_S)

@@ -1,0 +1,1 @@
+"""What a rank does: it records its steps, and reads what it has recorded."""

@@ -1,0 +1,18 @@
+"""Figures of profiles as texts. Pure."""
+
+from __future__ import annotations
+
+
+def format_time(seconds: float) -> str:
+    """Write a time of part of a step: ``340 µs``, ``12.3 ms``, ``1.23 s``."""
+    if seconds < 0.9995e-3:
+        return f"{1e6 * seconds:.0f} µs"
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s"
+
+
+def format_share(share: float) -> str:
+    """Write a share of a step: ``12 %``, and ``<1 %`` for less than half of one."""
+    percent = 100 * share
+    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"

@@ -1,0 +1,394 @@
+"""Reads the trace of one rank, as `torch.profiler` exports it, into a `RankProfile`. Pure.
+
+A trace has operations (`cpu_op`), kernels of a GPU, and annotations: the steps, what loaders and
+optimizers do, and the collectives of gloo. Kernels whose names begin with `nccl` are collectives,
+too. What an instant of a step is spent on is the first of these that applies:
+
+- A CPU rank: a collective runs while no operation does and no batch is fetched (the rank waits for
+  it); a batch is fetched; the optimizer's step; backward; an operation outside of these (forward);
+  only Python runs.
+- A GPU rank: a kernel runs, for what the operation is a part of that launched it; a collective's
+  kernel runs alone; the GPU is idle because a batch is fetched, or because it waits for Python.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .intervals import Interval, contains, intersect, merge, subtract, total
+
+KINDS = ("data", "forward", "backward", "optimizer", "communication", "python")
+"""What a step's time is spent on. On a GPU, `python` means that the GPU is idle."""
+
+BACKWARD = "nbtrain: backward"
+"""The annotation of a call of backward. Traces of torch have none."""
+
+BINS = 400
+"""Parts of a step in `Step.lane`, enough for a picture as wide as a page."""
+
+_LANE_SIGNS = {kind: kind[0] for kind in KINDS}
+LANE_KINDS = {sign: kind for kind, sign in _LANE_SIGNS.items()}
+"""The kinds by their letters in `Step.lane`."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operation, a kernel, or an annotation. Times are nanoseconds since 1970."""
+
+    name: str
+    category: str
+    thread: tuple[Any, Any]
+    begin: int
+    end: int
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one rank. Times are nanoseconds since 1970."""
+
+    name: str
+    begin: int
+    end: int
+    size_bytes: int | None = None
+    """None if the trace does not tell."""
+    group: str = ""
+    """Which ranks took part: a name that is the same on all of them."""
+    thread: int | str = 0
+    """Of the trace: which thread or stream it ran on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank did in a step. Times are nanoseconds since 1970."""
+
+    number: int
+    begin: int
+    end: int
+    parts_ns: Mapping[str, int]
+    """How long each of `KINDS` took. The sum is the step."""
+    hidden_ns: int
+    """How long collectives ran beside other work."""
+    lane: str
+    """The most frequent kind in each of `BINS` parts of the step, a letter each."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What calls of one operation took in the recorded steps, without the operations in them."""
+
+    name: str
+    calls: int
+    self_ns: int
+    kind: str
+    """The one of `KINDS` that took most of it."""
+    line: str = ""
+    """The line of the user's code that called it most, as ``file:number``; "" if not known."""
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """The recorded steps of one rank."""
+
+    rank: int
+    host: str
+    has_gpu: bool
+    steps: Sequence[Step]
+    operations: Sequence[Operation]
+    """The most expensive first."""
+    collectives: Sequence[Collective]
+    waits: Sequence[Interval]
+    """When the rank did nothing but a collective, in nanoseconds since 1970."""
+    lines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """For each kind, lines of the user's code (``file:number``) with the share of its time."""
+    loader: str = ""
+    """The class of the iterator that gave batches, such as ``_SingleProcessDataLoaderIter``."""
+    syncs: int = 0
+    """How often Python waited for the GPU."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Where the training thread was in the user's code at a time, in nanoseconds since 1970."""
+
+    time_ns: int
+    line: str
+
+
+def read_trace(
+    trace: Mapping[str, Any],
+    rank: int,
+    first_step: int = 1,
+    samples: Sequence[Sample] = (),
+    host: str = "",
+) -> RankProfile:
+    """Return what a trace tells about a rank whose first recorded step has a number.
+
+    Raises `ValueError` for a trace without a step.
+    """
+    events = _read_events(trace)
+    marks = sorted(
+        (e for e in events if e.category == "user_annotation" and _is_step(e.name)),
+        key=lambda e: e.begin,
+    )
+    if not marks:
+        raise ValueError("the trace has no step")
+    kernels = [e for e in events if e.category in ("kernel", "gpu_memcpy", "gpu_memset")]
+    regions = _find_regions(events)
+    reader = _read_gpu if kernels else _read_cpu
+    layers, found, busy = reader(events, regions, kernels)
+    collectives = [_collective(e) for e in found]
+    steps = [
+        _read_step(first_step + i, mark, layers, collectives, busy) for i, mark in enumerate(marks)
+    ]
+    window = marks[0].begin, marks[-1].end
+    loaders = Counter(e.name for e in events if e.name.startswith(_LOADER))
+    return RankProfile(
+        rank,
+        host or str(trace.get("host_name", "")),
+        bool(kernels),
+        steps,
+        _list_operations(events, kernels, layers, samples, window),
+        [c for c in collectives if window[0] <= c.begin < window[1]],
+        intersect(dict(layers)["communication"], [window]),
+        _find_lines(samples, layers, window),
+        max(loaders, key=loaders.__getitem__, default="").partition("#")[2].partition(".")[0],
+        sum(e.name in _SYNCS and window[0] <= e.begin < window[1] for e in events),
+    )
+
+
+_LOADER = "enumerate(DataLoader)#"
+_SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "hipStreamSynchronize")
+_GLOO = ("gloo:", "mpi:", "ucc:")
+
+
+def _is_step(name: str) -> bool:
+    return name.startswith("ProfilerStep")
+
+
+def _read_events(trace: Mapping[str, Any]) -> list[Event]:
+    """Return the events that last, by their beginnings, the outer ones first."""
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    events = []
+    for record in trace["traceEvents"]:
+        if record.get("ph") == "X" and record.get("cat") not in (None, "Trace"):
+            begin = base + round(record["ts"] * 1000)
+            end = begin + round(record["dur"] * 1000)
+            thread = record.get("pid"), record.get("tid")
+            category = record["cat"].lower()
+            args = record.get("args", {})
+            events.append(Event(record["name"], category, thread, begin, end, args))
+    return sorted(events, key=lambda e: (e.begin, -e.end))
+
+
+def _find_regions(events: Sequence[Event]) -> dict[str, list[Interval]]:
+    """Return when a batch was fetched, and when backward and the optimizer ran."""
+    found = defaultdict[str, list[Interval]](list)
+    for event in events:
+        if event.category == "user_annotation":
+            if event.name.startswith(_LOADER):
+                found["data"].append((event.begin, event.end))
+            elif event.name == BACKWARD:
+                found["backward"].append((event.begin, event.end))
+            elif event.name.startswith("Optimizer."):
+                found["optimizer"].append((event.begin, event.end))
+    return {kind: merge(spans) for kind, spans in found.items()}
+
+
+Layers = list[tuple[str, list[Interval]]]
+"""When each kind applies, where none before it does."""
+
+
+def _read_cpu(
+    events: Sequence[Event],
+    regions: Mapping[str, list[Interval]],
+    kernels: Sequence[Event],
+) -> tuple[Layers, list[Event], list[Interval]]:
+    """Return the layers of a rank on the CPU, its collectives, and when it does other work."""
+    found = [e for e in events if e.name.startswith(_GLOO) and e.category == "user_annotation"]
+    operations = merge(
+        (e.begin, e.end)
+        for e in events
+        if e.category == "cpu_op" and not e.name.startswith("c10d::")
+    )
+    data = regions.get("data", [])
+    busy = merge([*operations, *data])
+    waiting = subtract(merge((e.begin, e.end) for e in found), busy)
+    layers = [
+        ("communication", waiting),
+        *((kind, regions.get(kind, [])) for kind in ("data", "optimizer", "backward")),
+        ("forward", operations),
+    ]
+    return layers, found, busy
+
+
+def _read_gpu(
+    events: Sequence[Event],
+    regions: Mapping[str, list[Interval]],
+    kernels: Sequence[Event],
+) -> tuple[Layers, list[Event], list[Interval]]:
+    """Return the layers of a rank on a GPU, its collectives, and when it does other work."""
+    launches = {
+        e.args["correlation"]: e.begin
+        for e in events
+        if e.category in ("cuda_runtime", "cuda_driver", "hip_runtime") and "correlation" in e.args
+    }
+    found, by_kind = list[Event](), defaultdict[str, list[Interval]](list)
+    for kernel in kernels:
+        if kernel.name.startswith("nccl"):
+            found.append(kernel)
+            continue
+        launched = launches.get(kernel.args.get("correlation"), kernel.begin)
+        # Kernels that copy a batch to the GPU are launched after it was fetched, so are forward.
+        kinds = (k for k in ("backward", "optimizer") if contains(regions.get(k, ()), launched))
+        by_kind[next(kinds, "forward")].append((kernel.begin, kernel.end))
+    computing = [(kind, merge(by_kind[kind])) for kind in ("backward", "optimizer", "forward")]
+    communication = merge((e.begin, e.end) for e in found)
+    layers = [
+        *computing,
+        ("communication", communication),
+        ("data", regions.get("data", [])),
+    ]
+    return layers, found, merge(i for _, spans in computing for i in spans)
+
+
+def _collective(event: Event) -> Collective:
+    """Return a collective of an annotation or a kernel."""
+    span = event.begin, event.end
+    args, name = event.args, event.name
+    size = _read_size(args)
+    name = str(args.get("Collective name") or name.partition(":")[2] or name)
+    group = str(args.get("Process Group Name", ""))
+    return Collective(name, *span, size, group, event.thread[1])
+
+
+_DTYPE_BYTES = {
+    "float": 4, "double": 8, "c10::half": 2, "half": 2, "c10::bfloat16": 2, "bfloat16": 2,
+    "int": 4, "long": 8, "long int": 8, "short": 2, "byte": 1, "char": 1, "bool": 1,
+    "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+def _read_size(args: Mapping[str, Any]) -> int | None:
+    """Return how many bytes a collective takes from a rank, if its trace tells."""
+    if "In msg nelems" in args:
+        item = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower())
+        return None if item is None else int(args["In msg nelems"]) * item
+    dims, types = args.get("Input Dims"), args.get("Input type")
+    if not dims or not types:
+        return None
+    size = 0
+    for shape, dtype in zip(dims, types, strict=False):
+        item = _DTYPE_BYTES.get(str(dtype).lower())
+        if item is None or not all(isinstance(n, int) for n in shape):
+            return None
+        count = 1
+        for n in shape:
+            count *= n
+        size += count * item
+    return size
+
+
+def _read_step(
+    number: int,
+    mark: Event,
+    layers: Layers,
+    collectives: Sequence[Collective],
+    busy: Sequence[Interval],
+) -> Step:
+    """Return what a step's time was spent on."""
+    whole = [(mark.begin, mark.end)]
+    free, parts, spans = whole, dict.fromkeys(KINDS, 0), list[tuple[int, int, str]]()
+    for kind, layer in layers:
+        part = intersect(free, layer)
+        free = subtract(free, part)
+        parts[kind] += total(part)
+        spans += [(begin, end, kind) for begin, end in part]
+    parts["python"] = total(free)
+    communication = intersect(merge((c.begin, c.end) for c in collectives), whole)
+    hidden = total(intersect(communication, busy))
+    lane = _draw_lane(mark, [*spans, *((begin, end, "python") for begin, end in free)])
+    return Step(number, mark.begin, mark.end, parts, hidden, lane)
+
+
+def _draw_lane(mark: Event, spans: Iterable[tuple[int, int, str]]) -> str:
+    """Return `Step.lane`."""
+    width = max(1, mark.end - mark.begin) / BINS
+    bins = [dict.fromkeys(KINDS, 0.0) for _ in range(BINS)]
+    for begin, end, kind in spans:
+        low, high = (begin - mark.begin) / width, (end - mark.begin) / width
+        for at in range(int(low), min(BINS, int(high) + 1)):
+            bins[at][kind] += min(high, at + 1) - max(low, at)
+    return "".join(_LANE_SIGNS[max(each, key=each.__getitem__)] for each in bins)
+
+
+def _kind_at(layers: Layers, time: int) -> str:
+    return next((kind for kind, spans in layers if contains(spans, time)), "python")
+
+
+def _list_operations(
+    events: Sequence[Event],
+    kernels: Sequence[Event],
+    layers: Layers,
+    samples: Sequence[Sample],
+    window: Interval,
+) -> list[Operation]:
+    """Return the operations of the recorded steps; on a GPU its kernels."""
+    timed = [
+        (e, ns)
+        for e, ns in (((e, e.end - e.begin) for e in kernels) if kernels else _self_times(events))
+        if window[0] <= e.begin < window[1]
+    ]
+    by_name = defaultdict[str, list[tuple[Event, int]]](list)
+    for event, ns in timed:
+        by_name[event.name].append((event, ns))
+    costs = {name: sum(ns for _, ns in calls) for name, calls in by_name.items()}
+    dearest = sorted(costs, key=costs.__getitem__, reverse=True)[:MAX_OPERATIONS]
+    operations = []
+    for name in dearest:
+        kinds, lines = Counter[str](), Counter[str]()
+        for event, ns in by_name[name]:
+            kinds[_kind_at(layers, event.begin)] += ns
+        if not kernels:
+            spans = merge((e.begin, e.end) for e, _ in by_name[name])
+            lines.update(s.line for s in samples if contains(spans, s.time_ns))
+        line = max(lines, key=lines.__getitem__, default="")
+        kind = max(kinds, key=kinds.__getitem__)
+        operations.append(Operation(name, len(by_name[name]), costs[name], kind, line))
+    return operations
+
+
+MAX_OPERATIONS = 30
+"""Operations of a rank that are kept; a page shows ten."""
+
+
+def _self_times(events: Sequence[Event]) -> list[tuple[Event, int]]:
+    """Return the operations on the CPU, each with its time without the operations in it."""
+    children = Counter[int]()
+    stacks = defaultdict[tuple[Any, Any], list[int]](list)
+    operations = [e for e in events if e.category == "cpu_op"]
+    for index, event in enumerate(operations):
+        stack = stacks[event.thread]
+        while stack and operations[stack[-1]].end <= event.begin:
+            stack.pop()
+        if stack:
+            children[stack[-1]] += event.end - event.begin
+        stack.append(index)
+    return [(e, max(0, e.end - e.begin - children[i])) for i, e in enumerate(operations)]
+
+
+def _find_lines(
+    samples: Sequence[Sample], layers: Layers, window: Interval
+) -> dict[str, dict[str, float]]:
+    """Return `RankProfile.lines`."""
+    by_kind = defaultdict[str, Counter[str]](Counter)
+    for sample in samples:
+        if window[0] <= sample.time_ns < window[1]:
+            by_kind[_kind_at(layers, sample.time_ns)][sample.line] += 1
+    return {
+        kind: {line: n / lines.total() for line, n in lines.most_common(5)}
+        for kind, lines in by_kind.items()
+    }
