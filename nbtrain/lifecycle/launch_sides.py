@@ -20,6 +20,7 @@ from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport.job import Job
 from ..ui.displays.html_display import Display
+from ..ui.displays.terminal import TextDisplay
 from ..ui.displays.widget_controls import PanelButton, RunButton
 
 
@@ -128,6 +129,13 @@ class LaunchSide:
         """Return what shows a run instead of the `board`; None: the board."""
         return None
 
+    def display_below(self, folder: RunFolder, is_text: bool) -> Display | None:
+        """Return what is shown below the board of a run that has started; None for nothing.
+
+        With `is_text`, the board is plain text.
+        """
+        return None
+
     def buttons(self, folder: RunFolder) -> Sequence[RunButton | PanelButton]:
         """Return buttons for the board of a run that has started."""
         return ()
@@ -157,6 +165,38 @@ def buttons(folder: RunFolder) -> list[RunButton | PanelButton]:
         for side in launch_sides()
     )
     return [button for of_part in found for button in of_part]
+
+
+class _Stack(Display):
+    """A display with others below it."""
+
+    def __init__(self, displays: Sequence[Display]) -> None:
+        self._displays = displays
+
+    def listen(self) -> None:
+        for each in self._displays:
+            each.listen()
+
+    def update(self, state: RunState, now: float) -> None:
+        for each in self._displays:
+            each.update(state, now)
+
+    def finish(self, state: RunState, now: float) -> None:
+        for each in self._displays:
+            each.finish(state, now)
+
+
+def add_below(display: Display, folder: RunFolder) -> Display:
+    """Return a display of a run with what parts show below it; one that shows nothing as it is."""
+    if type(display) is Display:
+        return display
+    is_text = isinstance(display, TextDisplay) and not display.keep_html
+    found = (
+        attempt("what a part shows", partial(side.display_below, folder, is_text), None)
+        for side in launch_sides()
+    )
+    below = [each for each in found if each is not None]
+    return _Stack([display, *below]) if below else display
 
 
 def companions(

@@ -53,7 +53,7 @@ from ..ui.displays.tracebacks import show_rank_traceback
 from ..worker import nested_launches, rank_context
 from . import background, limits
 from .follower import Follower
-from .launch_sides import buttons, launch_sides
+from .launch_sides import add_below, buttons, launch_sides
 from .restarts import run_attempts
 from .run import (
     Run,
@@ -359,7 +359,7 @@ def run_plan(plan: Plan, noticed: Sequence[Finding] = (), *, engine: Engine | No
             read_stacks = partial(stacks.read_stacks, job.folder, range(job.world_size))
             of_parts = partial(buttons, job.folder)
             board = partial(select.choose, plan.view, stop, read_stacks, of_parts)
-            display = _display(plan, engine, board)
+            display = add_below(_display(plan, engine, board), job.folder)
             run = execute(job, engine, supervisor, display, interrupts)
             every = limits.PRUNE_EVERY_TASKS if engine.ranks_stay else 1
             prune_old_runs(job.folder, lambda: interrupts.count > 0, every=every)

@@ -44,7 +44,7 @@ from ..ui.displays.rank_outputs import RankOutputs
 from ..ui.displays.widget_board import listening_ids
 from ..ui.summary import Summary, summary, to_dict
 from .follower import Follower, shared_follower
-from .launch_sides import buttons
+from .launch_sides import add_below, buttons
 from .run_info import frame, run_info
 from .supervisor import Interrupts, Supervisor
 
@@ -617,7 +617,7 @@ def draw_live(run: Run, view: str = "auto") -> bool:
     display = select.choose(
         view, stop, run.stacks, partial(buttons, run._folder), is_background=True
     )
-    guarded = select.GuardedDisplay(display)
+    guarded = select.GuardedDisplay(add_below(display, run._folder))
     guarded.update(run.state, clock.now(run.state.clock_offset))
     watcher.show(guarded.update, guarded.finish)
     return type(display) is not Display  # the base class draws nothing

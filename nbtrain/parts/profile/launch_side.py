@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from ...part_api import (
     Display,
     Engine,
+    Job,
     LaunchSide,
     NbtrainError,
     Plan,
     PlanError,
     RunFolder,
     RunState,
-    last_run,
     show,
 )
-from ...ui.displays import select
-from ...ui.displays.terminal import TextDisplay
-from .files import recordings
+from .files import folder_of_all, recordings
 
 
 class ProfileLaunch(LaunchSide):
@@ -31,56 +28,46 @@ class ProfileLaunch(LaunchSide):
         if plan.profile is not None and "steps" not in plan.telemetry:
             raise PlanError("profile needs `steps` in --telemetry: it records optimizer steps")
 
-    def display(self, plan: Plan, engine: Engine, board: Callable[..., Display]) -> Display | None:
-        """Return a board with the profile below it, if the launch asks for one."""
-        if plan.profile is None:
-            return None
-        return WithProfile(select.with_outputs(board(inline=engine.runs_in_kernel)), plan.view)
+    def complete_job(self, job: Job, engine: Engine) -> Job:
+        """Make the folder of profiles, if the launch asks for one: it is shown below the board."""
+        if job.plan.profile is not None:
+            with contextlib.suppress(OSError):  # a full disk: the rank says that
+                folder_of_all(job.folder).mkdir(mode=0o700, exist_ok=True)
+        return job
+
+    def display_below(self, folder: RunFolder, is_text: bool) -> Display | None:
+        """Return the place of a run's first profile, if its launch asks for one."""
+        return ProfileDisplay(folder, is_text) if folder_of_all(folder).is_dir() else None
 
 
-class WithProfile(Display):
-    """A display of the run with its first profile below, once the ranks have recorded it."""
+class ProfileDisplay(Display):
+    """The first profile of a run, once all ranks have recorded it."""
 
-    def __init__(self, board: Display, view: str) -> None:
-        self._board = board
-        self._prints = isinstance(board, TextDisplay) and not board.keep_html
-        self._is_silent = view == "none"
-        self._run: Any = None
+    def __init__(self, folder: RunFolder, is_text: bool) -> None:
+        self._folder, self._is_text = folder, is_text
         self._handle: Any = None
         self._is_shown = False
 
-    def listen(self) -> None:
-        self._board.listen()
-
     def update(self, state: RunState, now: float) -> None:
-        """Update the board, and show the profile once it is there."""
-        self._board.update(state, now)
-        if self._run is None:
-            self._run = last_run()
-            if not (self._prints or self._is_silent):
-                # In the background, only this call belongs to the cell: its output comes here.
-                self._handle = show({"text/plain": "", "text/html": ""})
-        if not self._is_shown:
+        """Reserve the place at the first call, which comes from the cell; show the profile."""
+        if self._handle is None and not self._is_text:
+            self._handle = show({"text/plain": "", "text/html": ""})
+        if not self._is_shown and any(recordings(self._folder)):
             self._show(state)
 
     def finish(self, state: RunState, now: float) -> None:
-        """Show the end of the run, and the profile as it is known now."""
-        self._board.finish(state, now)
-        self._show(state)  # also what is known only now, as how many samples each rank trained on
-        self._run = None  # a display lives as long as its cell
+        """Show the profile with what is known at the end, as how many samples each rank had."""
+        self._show(state)
 
     def _show(self, state: RunState) -> None:
-        """Show the first profile, if it is there."""
-        if self._run is None or not any(recordings(RunFolder(self._run.folder))):
-            return
-        from .profile import profiles_of
+        """Show the first profile if it is complete; text is printed at the end."""
+        from .profile import read_profiles
 
         with contextlib.suppress(OSError, NbtrainError):  # the folder was deleted
-            for profile in profiles_of(self._run)[:1]:
+            for profile in read_profiles(self._folder, state)[:1]:
                 self._is_shown = True
-                text = repr(profile)
                 if self._handle is not None:
-                    page = {"text/html": profile._repr_html_(), "text/plain": text}
+                    page = {"text/html": profile._repr_html_(), "text/plain": repr(profile)}
                     self._handle.update(page, raw=True)
-                elif state.is_over and not self._is_silent:
-                    print(text)
+                elif self._is_text and state.is_over:
+                    print(repr(profile))

@@ -17,7 +17,9 @@ from ...part_api import (
     NbtrainError,
     Run,
     RunFolder,
+    RunState,
     load_provided,
+    plural,
     read_regular,
 )
 from . import page
@@ -122,19 +124,17 @@ class Profile:
         return page.write_text(self.title, self.comparison, self.advice, self._names)
 
 
-def read_profile(run: Run, folder: Path) -> Profile | None:
-    """Return the profile in a folder of a run's recordings; None if it is not complete."""
-    found = sorted(folder.glob("rank-*.summary.json"))
+def read_profile(folder: Path, run: RunFolder, state: RunState) -> Profile | None:
+    """Return the profile in a folder of a run's recordings; None until all ranks have saved it."""
     ranks, size = [], 0
-    for file in found:
+    for file in sorted(folder.glob("rank-*.summary.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             record = json.loads(read_regular(file, MAX_SUMMARY_BYTES))
             size = record.pop("world_size")
             ranks.append(_decode(record))
     if not ranks or len(ranks) < size:
         return None
-    of_run = RunFolder(run.folder)
-    return Profile(folder, ranks, samples_of(run), of_run.cells())
+    return Profile(folder, ranks, count_samples(state), run.cells())
 
 
 def _decode(record: dict[str, Any]) -> RankProfile:
@@ -145,9 +145,9 @@ def _decode(record: dict[str, Any]) -> RankProfile:
     return RankProfile(**{**record, **made, "waits": waits})
 
 
-def samples_of(run: Run) -> dict[int, float]:
-    """Return how many samples each rank trains on in a step, as far as that is known."""
-    counts = ((rank.rank, rank.progress) for rank in run.state.ranks)
+def count_samples(state: RunState) -> dict[int, float]:
+    """Return how many samples each rank trains on in a step, where that is known."""
+    counts = ((rank.rank, rank.progress) for rank in state.ranks)
     return {
         rank: each.samples / each.steps
         for rank, each in counts
@@ -155,12 +155,19 @@ def samples_of(run: Run) -> dict[int, float]:
     }
 
 
+def read_profiles(run: RunFolder, state: RunState) -> list[Profile]:
+    """Return the complete profiles of a run, in the order of their steps.
+
+    Raises `NbtrainError` if another user could have written the run's folder.
+    """
+    run.check_trust()
+    found = (read_profile(folder, run, state) for folder in recordings(run))
+    return [each for each in found if each is not None]
+
+
 def profiles_of(run: Run) -> list[Profile]:
     """Do what `Run.profiles` does."""
-    of_run = RunFolder(run.folder)
-    of_run.check_trust()
-    found = (read_profile(run, folder) for folder in recordings(of_run))
-    return [each for each in found if each is not None]
+    return read_profiles(RunFolder(run.folder), run.state)
 
 
 def record_steps(run: Run, steps: int, shapes: bool, stacks: bool) -> Profile:
@@ -170,15 +177,16 @@ def record_steps(run: Run, steps: int, shapes: bool, stacks: bool) -> Profile:
 
 def record(run: Run, request: Request, by: str = "by run.profile()") -> Profile:
     """Record steps of a run that trains, and wait for them. Raises what `Run.profile` raises."""
-    title = f"profile of {request.steps} steps"
+    title = f"profile of {plural(request.steps, 'step')}"
     ask = load_provided("steering", "request_step", "run.profile()")
     answer = ask(run, "profile", title, asdict(request), by)
-    folder = folder_of(RunFolder(run.folder), answer.attempt, answer.step + WARMUP_STEPS + 1)
+    of_run = RunFolder(run.folder)
+    folder = folder_of(of_run, answer.attempt, answer.step + WARMUP_STEPS + 1)
     while True:
         is_over = (
             run.state.is_over or run.state.attempt != answer.attempt
         )  # before it is looked for
-        if (profile := read_profile(run, folder)) is not None:
+        if (profile := read_profile(folder, of_run, run.state)) is not None:
             return profile
         for file in folder.glob("rank-*.failed"):
             raise NbtrainError(f"there is no profile: {read_regular(file).decode()}")

@@ -1,0 +1,203 @@
+"""Recorded steps: the same on all ranks, from any kind of training, and never at its expense."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import nbtrain
+from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.profile.trace import KINDS
+from tests.support.looked_models import alone, batches, net
+from tests.support.runs import launch
+from tests.support.steered_trainings import TRAININGS, Steps
+
+pytestmark = [
+    pytest.mark.part("profile"),
+    pytest.mark.part("steering"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def fit(model: nn.Module, steps: int | None = None) -> int:
+    """Train with DDP for some steps, or until the run is asked to finish; return the steps."""
+    torch.distributed.init_process_group()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    made = 0
+    for x in batches():
+        wrapped(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made += 1
+        if made == steps:
+            break
+    return made
+
+
+def finish(run: nbtrain.Run) -> None:
+    run.finish()
+    run.wait()
+    assert run.state.status == "succeeded", run.state.message
+
+
+def check_steps(profile: Any, ranks: int, steps: int) -> list[int]:
+    """Check that all ranks have recorded the same steps; return their numbers."""
+    compared = profile.comparison
+    assert [rank.rank for rank in compared.ranks] == list(range(ranks))
+    numbers = [step.number for step in compared.ranks[0].steps]
+    assert len(numbers) == steps
+    for rank in compared.ranks:
+        assert [step.number for step in rank.steps] == numbers
+        for step in rank.steps:
+            assert sum(step.parts_ns.values()) == pytest.approx(step.end - step.begin, rel=0.02)
+    # All ranks leave a step's collective together, so a step of one overlaps that of another.
+    for steps_of_ranks in zip(*(rank.steps for rank in compared.ranks), strict=True):
+        assert max(s.begin for s in steps_of_ranks) < min(s.end for s in steps_of_ranks)
+    return numbers
+
+
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_a_launch_records_the_steps_that_it_names(engine: str) -> None:
+    run = launch(fit, net(), 12, n=2, profile="4:2", engine=engine)
+    (profile,) = run.profiles
+    assert check_steps(profile, 2, 2) == [5, 6]
+    assert run.results == [12, 12]
+    rows = profile.table()
+    assert list(rows.columns) == ["step", *KINDS, "waits"]
+    assert (rows[list(KINDS)].sum(axis=1) / rows["step"]).tolist() == pytest.approx([1, 1])
+    assert (rows["backward"] > 0).all()
+    assert (rows["optimizer"] > 0).all()
+    assert {"all_reduce"} <= {each.name for each in profile.comparison.traffic}
+    with gzip.open(profile.folder / "rank-0001.trace.json.gz") as file:
+        assert json.load(file)["distributedInfo"]["rank"] == 1
+
+
+def test_the_default_is_three_steps_after_two() -> None:
+    run = launch(fit, net(), 8, n=2, profile=True)
+    assert check_steps(run.profiles[0], 2, 3) == [3, 4, 5]
+
+
+def test_a_launch_can_record_from_the_second_step_on() -> None:
+    run = launch(fit, net(), 3, n=1, profile=(1, 2))
+    assert check_steps(run.profiles[0], 1, 2) == [2, 3]
+
+
+def test_a_run_that_trains_is_recorded_again_and_again() -> None:
+    run = launch(fit, net(), n=2, background=True)
+    first = run.profile()
+    second = run.profile(steps=1, shapes=True)
+    finish(run)
+    assert check_steps(first, 2, 3)[-1] < check_steps(second, 2, 1)[0]
+    assert {each.size_bytes for each in first.comparison.traffic} == {None}
+    weights = sum(p.numel() for p in net().parameters())
+    sizes = {each.name: each.size_bytes for each in second.comparison.traffic}
+    assert sizes["all_reduce"] == 4 * weights
+    assert [p.title for p in run.profiles] == [first.title, second.title]
+    labels = [each.label for each in run.state.steered if each.action == "profile"]
+    assert labels == ["profile of 3 steps", "profile of 1 step"]
+
+
+@pytest.mark.slow
+def test_steps_are_the_same_at_any_moment() -> None:
+    run = launch(fit, net(), n=2, background=True)
+    chance = random.Random(0)
+    for _ in range(50):
+        time.sleep(chance.random() / 20)
+        steps = chance.randint(1, 4)
+        check_steps(run.profile(steps), 2, steps)
+    finish(run)
+
+
+def test_a_training_that_ends_too_early_has_no_profile() -> None:
+    run = launch(fit, net(), 4, n=2, profile="3:5")
+    assert run.profiles == []
+    assert run.state.status == "succeeded"
+    assert {f.code for f in run.state.findings} >= {"no-profile"}
+
+
+def test_a_request_that_the_training_ends_before_is_an_error() -> None:
+    run = launch(fit_slowly, net(), 8, n=2, background=True)
+    with pytest.raises(NbtrainError):
+        run.profile(steps=10)
+    run.wait()
+    assert run.state.status == "succeeded"
+
+
+def fit_slowly(model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(0.2)
+
+
+def fail_at(model: nn.Module, step: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for at in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if at == step and nbtrain.rank() == 1:
+            raise ValueError("of the test")
+
+
+def test_a_failure_while_steps_are_recorded_is_reported_as_without() -> None:
+    with pytest.raises(ValueError, match="of the test"):
+        launch(fail_at, net(), 4, n=2, profile="2:10")
+
+
+def fit_with_a_profiler(model: nn.Module, steps: int) -> int:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with torch.profiler.profile() as own:
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return len(own.key_averages())
+
+
+def test_the_profiler_of_the_training_is_left_alone() -> None:
+    run = launch(fit_with_a_profiler, net(), 12, n=1, profile=True)
+    assert run.value > 3
+    assert run.profiles == []
+    assert {f.code for f in run.state.findings} >= {"no-profile"}
+
+
+def test_what_a_training_computes_is_the_same(tmp_path: Path) -> None:
+    plain, recorded = net(), net()
+    launch(fit, plain, 8, n=2)
+    launch(fit, recorded, 8, n=2, profile=True)
+    pairs = zip(plain.parameters(), recorded.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_nothing_is_printed() -> None:
+    run = launch(fit, net(), 8, n=2, profile=True)
+    assert run.logs() == ""
+
+
+@pytest.mark.parametrize("kind", ["transformers", "lightning", "fastai"])
+def test_trainers_are_recorded_unchanged(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip(kind)
+    make, fit_by, _ = TRAININGS[kind]
+    run = launch(fit_by, make(), Steps(None), str(tmp_path), n=2, profile="4:3")
+    assert check_steps(run.profiles[0], 2, 3) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("profile", ["3", "0:3", "2:11", "2:0", (1, 2, 3), 0, 11, 1.5, "a:b"])
+def test_steps_that_cannot_be_are_refused(profile: Any) -> None:
+    with pytest.raises(PlanError):
+        launch(alone, net(), profile=profile)
+
+
+def test_without_steps_in_the_telemetry_nothing_can_be_recorded() -> None:
+    with pytest.raises(PlanError):
+        launch(alone, net(), profile=True, telemetry="loss")
