@@ -9,7 +9,7 @@ from statistics import fmean, median
 from ...part_api import format_bytes
 from . import limits
 from .comparison import Comparison
-from .texts import format_share, format_time
+from .texts import format_share, format_time, name_file
 from .trace import RankProfile
 
 
@@ -20,8 +20,10 @@ class Advice:
     code: str
     saving: float
     """The share of a step that could be saved at most."""
-    text: str
-    """For people: first the evidence, then what to do."""
+    evidence: str
+    """What was recorded, for people."""
+    remedy: str
+    """What to do about it."""
     rank: int | None = None
     """The rank that it is about; None: all."""
 
@@ -55,7 +57,7 @@ class _Places:
     def name(self, line: str) -> str:
         """Return ``In[5], line 41``."""
         file, _, number = line.rpartition(":")
-        return f"{self._names.get(file, file)}, line {number}"
+        return f"{name_file(file, self._names)}, line {number}"
 
     def most(self, rank: RankProfile, kind: str, least: float = 0.3) -> str:
         """Return the line with at least this share of a kind's time, as `name`; "" without one."""
@@ -93,7 +95,8 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         return Advice(
             "slow-loader-of-rank",
             saving,
-            f"{text}{at} Look at what its loader does that the others' does not: larger or more "
+            f"{text}{at}",
+            "Look at what its loader does that the others' does not: larger or more "
             "samples, another disk, fewer workers.",
             slow.rank,
         )
@@ -101,8 +104,8 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         return Advice(
             "unequal-batches",
             saving,
-            f"{text} It trains on {its:.3g} samples in a step, the others on {median(theirs):.3g}."
-            " Give all ranks batches of one size: by DistributedSampler or accelerator.prepare("
+            f"{text} It trains on {its:.3g} samples in a step, the others on {median(theirs):.3g}.",
+            "Give all ranks batches of one size: by DistributedSampler or accelerator.prepare("
             "loader), or by batches with the same number of tokens.",
             slow.rank,
         )
@@ -114,7 +117,7 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         else "If its batches have the same size, something slows this rank down: another process "
         "on its device or cores, fewer threads, a slower or hotter GPU."
     )
-    return Advice("slow-rank", saving, f"{text}{at} {do}", slow.rank)
+    return Advice("slow-rank", saving, f"{text}{at}", do, slow.rank)
 
 
 _RANK_TEXTS = {
@@ -135,14 +138,14 @@ def _loader(compared: Comparison, place: _Places) -> Advice | None:
             "The workers of the DataLoader are too slow: give it more of them (`num_workers`), let "
             "them do less for each sample, or prepare the data once, before the training."
         )
-        return Advice("slow-loader", saving, f"{text} {do}")
+        return Advice("slow-loader", saving, text, do)
     where = place.most(slowest, "data")
     at = f" Most of it is in {where}." if where else ""
     do = (
         "The training does nothing else meanwhile: DataLoader(…, num_workers=4) prepares batches "
         "beside it."
     )
-    return Advice("slow-loader", saving, f"{text}{at} {do}")
+    return Advice("slow-loader", saving, f"{text}{at}", do)
 
 
 def _communication(compared: Comparison) -> Advice | None:
@@ -157,7 +160,7 @@ def _communication(compared: Comparison) -> Advice | None:
     share = format_share(saving)
     text = f"The ranks wait {share} of each step for collectives that nothing else hides"
     if not compared.traffic:
-        return Advice("exposed-communication", saving, f"{text}.")
+        return Advice("exposed-communication", saving, f"{text}.", _LESS)
     top = compared.traffic[0]
     times = f"{top.per_step:.3g} × {top.name}" + (
         f" of {format_bytes(top.size_bytes)}" if top.size_bytes else ""
@@ -165,12 +168,15 @@ def _communication(compared: Comparison) -> Advice | None:
     if top.size_bytes and top.size_bytes < limits.SMALL_MESSAGE_BYTES and top.per_step > 20:
         do = "They are many and small: join them, as DDP does with a larger `bucket_cap_mb`."
     else:
-        do = (
-            "Train longer between them: a larger batch, or gradient accumulation with `no_sync()` "
-            "(accelerator.accumulate does that). Or send less: DDP's hook `bf16_compress_hook` "
-            "halves gradients in float32."
-        )
-    return Advice("exposed-communication", saving, f"{text}: {times}. {do}")
+        do = _LESS
+    return Advice("exposed-communication", saving, f"{text}: {times}.", do)
+
+
+_LESS = (
+    "Train longer between them: a larger batch, or gradient accumulation with `no_sync()`, as "
+    "`accelerator.accumulate` does. Or send less: DDP's `bf16_compress_hook` halves gradients in "
+    "float32."
+)
 
 
 def _python(compared: Comparison, place: _Places) -> Advice | None:
@@ -188,7 +194,7 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
             if where
             else "Larger batches make each operation larger; torch.compile joins small ones."
         )
-        return Advice("waits-for-python", saving, f"{text} {do}")
+        return Advice("waits-for-python", saving, text, do)
     text = (
         f"The GPUs are idle {format_share(saving)} of each step, because they wait for Python{at}."
     )
@@ -200,7 +206,7 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
         )
     else:
         do = "torch.compile joins small operations; larger batches make each one larger."
-    return Advice("waits-for-python", saving, f"{text} {do}")
+    return Advice("waits-for-python", saving, text, do)
 
 
 def _optimizer(compared: Comparison) -> Advice | None:
@@ -216,4 +222,4 @@ def _optimizer(compared: Comparison) -> Advice | None:
         + (", which is faster than the present `foreach`." if foreach else ".")
         + " A larger batch, or gradient accumulation, makes fewer steps."
     )
-    return Advice("slow-optimizer", share / 2, f"{text} {do}")
+    return Advice("slow-optimizer", share / 2, text, do)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 
-from .intervals import intersect, merge, total
+from .intervals import Interval, intersect, merge, total
 from .trace import KINDS, Collective, RankProfile
 
 
@@ -112,15 +112,16 @@ class Comparison:
     @cached_property
     def waits_s(self) -> list[float]:
         """How long each rank waits in a mean step for ranks that come later to a collective."""
-        lasts, steps = self._lasts(), len(self.ranks[0].steps)
-        found = []
-        for index, rank in enumerate(self.ranks):
-            before = merge(
-                (each[index].begin, last + self.offsets_ns[index])
-                for each, last in zip(self.matched, lasts, strict=True)
-            )
-            found.append(total(intersect(rank.waits, before)) / steps / 1e9)
-        return found
+        steps = len(self.ranks[0].steps)
+        return [total(self.find_waits(i)) / steps / 1e9 for i in range(len(self.ranks))]
+
+    def find_waits(self, index: int) -> list[Interval]:
+        """Return when a rank waits for ranks that come later, by the clock of its host."""
+        before = merge(
+            (each[index].begin, last + self.offsets_ns[index])
+            for each, last in zip(self.matched, self._lasts(), strict=True)
+        )
+        return intersect(self.ranks[index].waits, before)
 
     @cached_property
     def late_rank(self) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ...part_api import (
@@ -15,9 +17,13 @@ from ...part_api import (
     PlanError,
     RunFolder,
     RunState,
+    load_provided,
     show,
 )
+from ...planning.option_types import read_disabled
+from ...ui.displays.widget_controls import PanelButton
 from .files import folder_of_all, recordings
+from .panel import ProfilePanel
 
 
 class ProfileLaunch(LaunchSide):
@@ -35,9 +41,29 @@ class ProfileLaunch(LaunchSide):
                 folder_of_all(job.folder).mkdir(mode=0o700, exist_ok=True)
         return job
 
+    def buttons(self, folder: RunFolder) -> Sequence[PanelButton]:
+        """Return the button Profile, for a run whose ranks can agree on the steps."""
+        try:
+            can_be_steered = load_provided("steering", "can_be_steered", "the button Profile")
+        except PlanError:  # this installation has no steering
+            return ()
+        if "profile" in read_disabled() or not can_be_steered(folder):
+            return ()
+        make = partial(ProfilePanel, folder)
+        return [PanelButton("Profile", "area-chart", _TIP, _EARLY_TIP, _has_stepped, make)]
+
     def display_below(self, folder: RunFolder, is_text: bool) -> Display | None:
         """Return the place of a run's first profile, if its launch asks for one."""
         return ProfileDisplay(folder, is_text) if folder_of_all(folder).is_dir() else None
+
+
+_TIP = "Record some steps of all ranks, and show where their time goes"
+_EARLY_TIP = "Steps can be recorded after the first step of an optimizer of torch"
+
+
+def _has_stepped(state: RunState) -> bool:
+    """Return whether some rank has made a step, or a profile is there already."""
+    return any(rank.progress is not None and rank.progress.steps > 0 for rank in state.ranks)
 
 
 class ProfileDisplay(Display):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
 from ...part_api import RIGHT, format_bytes, html_table, plural, text_table
-from ...ui.board import theme
+from ...ui.board import axes, theme
 from ...ui.board.canvas import CANVAS, Label, draw_on_page, draw_rule, label_tick
 from .advice import Advice
 from .comparison import Comparison
-from .texts import format_share, format_time
-from .trace import BINS, KINDS, LANE_KINDS, RankProfile
+from .intervals import Interval, intersect, subtract
+from .texts import format_share, format_time, name_file, name_operation
+from .trace import BINS, KINDS, LANE_KINDS, RankProfile, Step
 
 _LOOKS = {
     "data": (theme.ORANGE, 0.7),
@@ -21,8 +22,12 @@ _LOOKS = {
     "optimizer": (theme.GREEN, 0.7),
     "communication": (theme.RED, 0.45),
     "python": (theme.GREY, 0.2),
+    "waits": (theme.RED, 0.45),
 }
 """The colour and the height of each kind in a lane, so that colour is not the only difference."""
+
+_WAITS = "waits"
+"""The part of `communication` in which a rank waits for others. It is drawn hollow."""
 
 _LANE_PX, _GAP_PX, _LEFT_PX = 22, 8, 62
 _MAX_LANES = 32
@@ -33,14 +38,14 @@ def name_kind(kind: str, has_gpu: bool) -> str:
     """Return how a kind is called: on a GPU, Python between operations leaves it idle."""
     if kind == "python":
         return "GPU idle" if has_gpu else "only Python"
-    return kind
+    return "waits for other ranks" if kind == _WAITS else kind
 
 
 def draw_page(
     title: str, compared: Comparison, advice: Advice | None, names: Mapping[str, str]
 ) -> str:
     """Draw a profile as HTML; `names` are the names of cells by their files."""
-    text = advice.text if advice is not None else _NOTHING
+    text, remedy = (_NOTHING, "") if advice is None else (advice.evidence, advice.remedy)
     tables = "".join(
         f'<div style="margin-top:10px;font-weight:600">{escape(head)}</div>'
         f'<div style="overflow-x:auto">{html_table(rows, styles, head=True)}</div>'
@@ -53,7 +58,8 @@ def draw_page(
     )
     return (
         f'<div style="{theme.FONT}"><div style="font-weight:600">{escape(title)}</div>'
-        f'<div style="margin:4px 0 8px">{theme.format_code(text)}</div>'
+        f'<div style="margin:4px 0 8px">{theme.format_code(text)} '
+        f"<strong>{theme.format_code(remedy)}</strong></div>"
         f"{_draw_legend(compared)}{draw_lanes(compared, advice)}{_describe_clocks(compared)}"
         f"{theme.draw_folded('Figures', tables)}</div>"
     )
@@ -63,14 +69,17 @@ def _draw_legend(compared: Comparison) -> str:
     """Draw the kinds that some rank has spent time on."""
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
     lanes = "".join(rank.steps[compared.typical].lane for rank in compared.ranks)
-    drawn = "".join(
-        f'<span style="margin-right:14px;white-space:nowrap"><span aria-hidden="true" '
-        f'style="display:inline-block;width:10px;height:{10 * _LOOKS[kind][1]:.0f}px;'
-        f'background:{_LOOKS[kind][0]};margin-right:5px"></span>'
-        f"{escape(name_kind(kind, has_gpu))}</span>"
-        for sign, kind in LANE_KINDS.items()
-        if sign in lanes
-    )
+    kinds = [kind for sign, kind in LANE_KINDS.items() if sign in lanes]
+    kinds += [_WAITS] if any(compared.waits_s) else []
+    drawn = ""
+    for kind in kinds:
+        colour, height = _LOOKS[kind]
+        fill = f"border:1px solid {colour}" if kind == _WAITS else f"background:{colour}"
+        drawn += (
+            '<span style="margin-right:14px;white-space:nowrap"><span aria-hidden="true" style='
+            f'"display:inline-block;width:10px;height:{10 * height:.0f}px;{fill};'
+            f'margin-right:5px"></span>{escape(name_kind(kind, has_gpu))}</span>'
+        )
     return f'<div style="font-size:12px">{drawn}</div>'
 
 
@@ -78,42 +87,50 @@ def draw_lanes(compared: Comparison, advice: Advice | None) -> str:
     """Draw what each rank did in the typical step, a lane each."""
     at, width = compared.typical, CANVAS.width_units
     shown = list(enumerate(compared.ranks))[:_MAX_LANES]
-    begins = [rank.steps[at].begin - compared.offsets_ns[i] for i, rank in shown]
-    ends = [rank.steps[at].end - compared.offsets_ns[i] for i, rank in shown]
-    first, length = min(begins), max(1, max(ends) - min(begins))
+    first = min(rank.steps[at].begin - compared.offsets_ns[i] for i, rank in shown)
+    last = max(rank.steps[at].end - compared.offsets_ns[i] for i, rank in shown)
+    length = max(1, last - first)
     marks, labels, top = "", list[Label](), 4.0
-    for (_, rank), begin in zip(shown, begins, strict=True):
-        step = rank.steps[at]
-        for sign, start, stop in _runs(step.lane):
-            colour, height = _LOOKS[LANE_KINDS[sign]]
-            low, high = (
-                width * (begin - first + (step.end - step.begin) * edge / BINS) / length
-                for edge in (start, stop)
-            )
-            tall = _LANE_PX * height
-            y = top + _LANE_PX - tall
-            marks += (
-                f'<path d="M{low:.1f} {y:.1f}H{high:.1f}v{tall:.1f}H{low:.1f}z" fill="{colour}"/>'
-            )
+    for index, rank in shown:
+        waits, step = compared.find_waits(index), rank.steps[at]
+        for kind, span in _spans(step):
+            waiting = intersect([span], waits) if kind == "communication" else []
+            for part in subtract([span], waiting):
+                marks += _draw_part(kind, part, compared.offsets_ns[index] + first, length, top)
+            for part in waiting:
+                marks += _draw_part(_WAITS, part, compared.offsets_ns[index] + first, length, top)
         is_named = advice is not None and advice.rank == rank.rank
         labels.append(Label(0, top + _LANE_PX / 2, f"rank {rank.rank}", "left", is_named))
         top += _LANE_PX + _GAP_PX
     marks += draw_rule(f"M0 {top - 3:.0f}H{width}", 0.5)
-    ticks = [k / 4 for k in range(5)]
-    labels += [label_tick(x, top + 8, format_time(x * length / 1e9)) for x in ticks]
+    scale = axes.value_scale(0.0, length / 1e9, 5)
+    labels += [
+        label_tick(1e9 * tick / length, top + 8, format_time(tick))
+        for tick in scale.ticks
+        if tick <= length / 1e9
+    ]
     kinds = ", ".join(f"rank {r.rank}: {_describe(compared, r)}" for _, r in shown)
     text = f"One step of each rank. {kinds}"
     return draw_on_page(marks, labels, (width, round(top) + 18), _LEFT_PX, text, True)
 
 
-def _runs(lane: str) -> list[tuple[str, int, int]]:
-    """Return the letters of a lane, each with where it begins and ends."""
-    found, at = [], 0
-    for sign, group in groupby(lane):
-        length = sum(1 for _ in group)
-        found.append((sign, at, at + length))
-        at += length
-    return found
+def _spans(step: Step) -> Iterator[tuple[str, Interval]]:
+    """Yield the kinds of a step's lane, each with its time."""
+    at, width = 0, (step.end - step.begin) / BINS
+    for sign, group in groupby(step.lane):
+        end = at + sum(1 for _ in group)
+        yield LANE_KINDS[sign], (step.begin + round(at * width), step.begin + round(end * width))
+        at = end
+
+
+def _draw_part(kind: str, span: Interval, first: int, length: int, top: float) -> str:
+    """Draw what a rank did for a time, in a lane that shows `length` nanoseconds from `first`."""
+    colour, height = _LOOKS[kind]
+    low, high = (CANVAS.width_units * (time - first) / length for time in span)
+    tall = _LANE_PX * height
+    edge = f"M{low:.1f} {top + _LANE_PX - tall:.1f}H{high:.1f}v{tall:.1f}H{low:.1f}z"
+    look = f'fill-opacity=".3" stroke="{colour}" {theme.FIXED}' if kind == _WAITS else ""
+    return f'<path d="{edge}" fill="{colour}" {look}/>'
 
 
 def _describe(compared: Comparison, rank: RankProfile) -> str:
@@ -161,11 +178,18 @@ def list_operations(compared: Comparison, names: Mapping[str, str]) -> list[tupl
     ]
     for each in rank.operations[:10]:
         file, _, number = each.line.rpartition(":")
-        line = f"{names.get(file, file)}, line {number}" if each.line else ""
+        line = f"{name_file(file, names)}, line {number}" if each.line else ""
         share = format_share(each.self_ns / whole)
         calls = f"{each.calls / steps:.3g}"
         rows.append(
-            (each.name, format_time(each.self_ns / steps / 1e9), share, calls, each.kind, line)
+            (
+                name_operation(each.name),
+                format_time(each.self_ns / steps / 1e9),
+                share,
+                calls,
+                each.kind,
+                line,
+            )
         )
     return rows
 
@@ -195,7 +219,7 @@ def write_text(
     title: str, compared: Comparison, advice: Advice | None, names: Mapping[str, str]
 ) -> str:
     """Return a profile as text, for a terminal."""
-    lines = [title, "", advice.text if advice is not None else _NOTHING, ""]
+    lines = [title, "", _NOTHING if advice is None else f"{advice.evidence} {advice.remedy}", ""]
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
     for rank in compared.ranks[:_MAX_LANES]:
         lane = rank.steps[compared.typical].lane

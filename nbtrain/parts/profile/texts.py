@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 
 def format_time(seconds: float) -> str:
     """Write a time of part of a step: ``340 µs``, ``12.3 ms``, ``1.23 s``."""
@@ -16,3 +19,13 @@ def format_share(share: float) -> str:
     """Write a share of a step: ``12 %``, and ``<1 %`` for less than half of one."""
     percent = 100 * share
     return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+
+
+def name_operation(name: str) -> str:
+    """Return the name of an operation without what torch puts before those of backward."""
+    return name.removeprefix("autograd::engine::evaluate_function: ")
+
+
+def name_file(file: str, cells: Mapping[str, str]) -> str:
+    """Return the name of a cell (``In[5]``) by its file, or that of another file."""
+    return cells.get(file) or os.path.basename(file)

@@ -61,6 +61,8 @@ PART = Part(
         "peek": "steering.requests:peek",
         "keep": "steering.requests:keep",
         "request_step": "steering.requests:request_step",
+        "write_request": "steering.requests:write_request",
+        "can_be_steered": "steering.requests:can_be_steered",
         "read_settings": "steering.settings:read_settings",
         "export_changes": "steering.script.schedule:export_changes",
         "export_settings": "steering.script.schedule:export_settings",

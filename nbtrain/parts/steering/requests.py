@@ -226,14 +226,21 @@ def keep(run: Run, name: str = "", by: str = "by run.keep()") -> Path:
     return content
 
 
+def write_request(
+    folder: RunFolder, name: str, title: str, values: Mapping[str, Any], by: str
+) -> str:
+    """Request what another part does, and return the token of the request. Raises as `write`."""
+    return write(folder, Action(name, title=title, values=values), by)
+
+
 def request_step(run: Run, name: str, title: str, values: Mapping[str, Any], by: str) -> ev.Steered:
     """Have the ranks do what another part does, after one step; return what became of it.
 
     Waits for the next step. Raises `NbtrainError` if it is called off.
     """
     _check_running(run)
-    action = Action(name, title=title, values=values)
-    answer = _wait_for_step(run, write(RunFolder(run.folder), action, by), math.inf)
+    token = write_request(RunFolder(run.folder), name, title, values, by)
+    answer = _wait_for_step(run, token, math.inf)
     if answer is None or answer.step is None:
         raise NbtrainError(f"{run.folder.name} ended before its next step")
     return answer

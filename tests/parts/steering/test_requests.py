@@ -16,7 +16,8 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.reducers import fold
 from nbtrain.tracking.run_folder import RunFolder
 from nbtrain.transport.orders import OrderReader
-from tests.support.runs import picture
+from tests.support.looked_models import alone, net
+from tests.support.runs import launch, picture
 
 pytestmark = pytest.mark.part("steering")
 
@@ -26,10 +27,20 @@ DAMAGED = {
     "a list": b"[]",
     "deep": b"[" * 100_000,
     "no action": b'{"token": "a", "by": "b"}',
-    "an unknown action": b'{"token": "a", "by": "b", "action": {"name": "fly", "settings": {}}}',
+    "no name": b'{"token": "a", "by": "b", "action": {"name": 1, "settings": {}}}',
     "of a later version": b'{"token": "a", "by": "b", "action": {"name": "turn", "x": 1}}',
     "one beta": b'{"token": "", "by": "", "action": {"name": "turn", "settings": {"betas": [1]}}}',
 }
+
+
+def test_a_request_for_a_part_that_ranks_lack_is_called_off() -> None:
+    run = launch(alone, net(), n=2, background=True)
+    with pytest.raises(NbtrainError):
+        requests.request_step(run, "fly", "fly", {}, "by the test")
+    assert [each.status for each in run.state.steered] == ["called off"]
+    run.finish()
+    run.wait()
+    assert run.state.status == "succeeded"
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+"""The command ``%nbtrain profile``."""
+
+from __future__ import annotations
+
+import pytest
+
+import nbtrain
+from nbtrain.errors import PlanError
+from nbtrain.part import Typed
+from nbtrain.parts.profile.commands import profile_magic
+from tests.support.looked_models import alone, net
+from tests.support.runs import launch
+
+pytestmark = [
+    pytest.mark.part("profile"),
+    pytest.mark.part("steering"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def typed(text: str) -> Typed:
+    return Typed("profile", text, {}, lambda text: text)
+
+
+def test_it_records_a_run_that_trains_and_shows_one_that_has_ended() -> None:
+    run = launch(alone, net(), n=2, background=True)
+    made = profile_magic(typed("--steps 2"))
+    assert [len(rank.steps) for rank in made.comparison.ranks] == [2, 2]
+    run.finish()
+    run.wait()
+    assert profile_magic(typed(run.folder.name)).folder == made.folder
+    assert [p.folder for p in nbtrain.Run.open(run.folder).profiles] == [made.folder]
+
+
+@pytest.mark.parametrize("text", ["--steps 11", "--steps many", "--fast"])
+def test_wrong_options_are_refused(text: str) -> None:
+    run = launch(alone, net(), n=1, background=True)
+    with pytest.raises(PlanError):
+        profile_magic(typed(text))
+    run.finish()
+    run.wait()
+
+
+def test_a_run_that_has_ended_without_a_profile_is_an_error() -> None:
+    run = launch(abs, -1)
+    with pytest.raises(PlanError):
+        profile_magic(typed(run.folder.name))
