@@ -307,22 +307,36 @@ offer_tracker()  # for log_with="nbtrain", which Accelerate does not know on its
 
 
 def _call(cell: Cell, known: set[str]) -> str:
-    """Return the code that calls the training function; empty without a function.
+    """Return the code that calls the training function, if the cell has one, and ends the ranks.
 
-    Parameters with a name in `known` get the variable of the same name. The call stands under ``if
+    Parameters with a name in `known` get the variable of the same name. The code stands under ``if
     __name__ == "__main__":``.
     """
-    if cell.function is None:
-        return ""
-    arguments = [
-        p.name if p.positional_only else f"{p.name}={p.name}"
-        for p in cell.parameters
-        if p.name in known
-    ]
-    call = f"{cell.function}({', '.join(arguments)})"
-    if isinstance(ast.parse(cell.source).body[-1], ast.AsyncFunctionDef):
-        call = f"import asyncio\n\n    asyncio.run({call})"
-    return f'if __name__ == "__main__":\n    {call}'
+    lines = ['if __name__ == "__main__":']
+    if cell.function is not None:
+        arguments = [
+            p.name if p.positional_only else f"{p.name}={p.name}"
+            for p in cell.parameters
+            if p.name in known
+        ]
+        call = f"{cell.function}({', '.join(arguments)})"
+        if isinstance(ast.parse(cell.source).body[-1], ast.AsyncFunctionDef):
+            call = f"import asyncio\n\n    asyncio.run({call})"
+        lines.append(f"    {call}")
+    return "\n".join([*lines, _LEAVE])
+
+
+_LEAVE = """
+    # Else a thread of gloo may abort a rank as Python ends, and other nodes wait for it.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+""".strip("\n")
+"""Leaves the process group before Python ends.
+
+A thread of gloo drops a tensor some time after its collective is done. Once Python ends, that
+aborts the process (https://github.com/pytorch/pytorch/issues/190489), mostly on a busy machine.
+The torchrun of that node then ends at once, and those of the other nodes wait 300 s for it.
+"""
 
 
 class _Statement:

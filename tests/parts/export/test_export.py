@@ -133,7 +133,23 @@ def test_a_script_has_the_cells_in_order_with_their_comments(tmp_path: Path) -> 
     places = [script.index(part) for part in parts]
     assert places == sorted(places)
     call = 'if __name__ == "__main__":\n    train(model=model, rate=rate, epochs=epochs)\n'
-    assert script.endswith(f"    return losses\n\n\n{call}")
+    assert f"    return losses\n\n\n{call}" in script
+
+
+@pytest.mark.parametrize("head", ["def train():", "async def train():", "if True:"])
+def test_a_script_leaves_the_process_group_before_python_ends(head: str, tmp_path: Path) -> None:
+    """Otherwise gloo's threads may abort it, which other nodes' torchrun learns after minutes."""
+    form = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+    _script(
+        tmp_path,
+        "import atexit\nimport torch.distributed as dist\n"
+        "atexit.register(lambda: print('in a group:', dist.is_initialized()))",
+        f"%%distributed\n{head}\n    {form}; print('trained')",
+    )
+    out = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=100
+    )
+    assert out.stdout == "trained\nin a group: False\n", out.stderr
 
 
 @pytest.mark.parametrize(

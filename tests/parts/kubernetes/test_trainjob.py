@@ -6,6 +6,7 @@ Whether it fits its CRD is only checked where `NBTRAIN_CRDS` names a folder with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,11 +14,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nbtrain.commands import cli
 from tests.support.kubernetes import check_builtin, check_custom_resource
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 yaml = pytest.importorskip("yaml")
 
@@ -206,15 +209,29 @@ def test_the_command_trains_with_the_variables_that_kubeflow_sets(tmp_path: Path
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(free_port()),
     }
-    pods = [
-        subprocess.Popen(
-            [torchrun, str(script)],
-            env={**os.environ, **variables, "PET_NODE_RANK": str(node)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    outputs = [pod.communicate(timeout=100) for pod in pods]
-    assert all("sum 2 of rank" in out for out, _ in outputs), outputs
+    logs = [tmp_path / f"pod-{node}.log" for node in range(2)]
+    with contextlib.ExitStack() as ends:
+        pods = []
+        for node, log in enumerate(logs):
+            ends.callback(lambda log=log: print(log.read_text()))
+            pod = psutil.Popen(
+                [torchrun, str(script)],
+                env={**os.environ, **variables, "PET_NODE_RANK": str(node)},
+                stdout=ends.enter_context(log.open("wb")),
+                stderr=subprocess.STDOUT,
+            )
+            ends.callback(kill_family, pod)
+            pods.append(pod)
+        # After one has failed, torchrun lets the other wait for 300 s.
+        wait_until(lambda: any(p.poll() for p in pods) or all(p.poll() == 0 for p in pods), 100)
+        assert [pod.poll() for pod in pods] == [0, 0]
+    assert all("sum 2 of rank" in log.read_text() for log in logs)
+
+
+def kill_family(process: psutil.Popen) -> None:
+    """Kill a process and its children, if it has not ended."""
+    if process.poll() is None:
+        for each in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait(timeout=10)
