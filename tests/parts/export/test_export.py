@@ -317,7 +317,7 @@ def test_a_kernels_script_leaves_out_what_failed_and_has_the_latest(
     text = script.read_text()
     assert "\nwidth = 3\n\n# height = [][width]  # left out: the cell failed here\n# never" in text
     assert "\ndepth = 2\n# 1 / 0  # left out: the cell failed here\n" in text
-    script.write_text(text.replace("    train(", "    print(train(").rstrip() + ")\n")
+    script.write_text(text.replace("    train(width=width)", "    print(train(width=width))"))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert done.stdout == "5\n", done.stderr
 
