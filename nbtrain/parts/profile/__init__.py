@@ -1,4 +1,4 @@
-"""Records what all ranks do in the same steps, and says where their time goes."""
+"""Records what all ranks do in the same steps, and shows where their time goes."""
 
 from ...part_api import Command, Part
 

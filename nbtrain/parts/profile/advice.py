@@ -1,4 +1,4 @@
-"""Finds what costs a training most, and says what to do about it, from what was recorded. Pure."""
+"""Finds what costs a training most, and what to do about it, from what was recorded. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Advice:
     remedy: str
     """What to do about it."""
     rank: int | None = None
-    """The rank that it is about; None: all."""
+    """The rank that it is about; by default all."""
 
 
 def give_advice(
     compared: Comparison, samples: Mapping[int, float] | None = None, names: Mapping[str, str] = {}
 ) -> Advice | None:
-    """Return the advice that could save most; None if nothing stands out.
+    """Return the advice that could save most, if one cause stands out.
 
     `samples` is how many samples each rank trains on in a step, by rank, if known. `names` are the
     names of cells by their files.
@@ -180,7 +180,7 @@ _LESS = (
 
 
 def _python(compared: Comparison, place: _Places) -> Advice | None:
-    """Advise about time in which only Python runs, and on a GPU nothing else."""
+    """Advise about time when only Python runs, and the GPU is idle."""
     saving = fmean(compared.shares(rank)["python"] for rank in compared.ranks)
     worst = max(compared.ranks, key=lambda rank: compared.shares(rank)["python"])
     where = place.most(worst, "python")

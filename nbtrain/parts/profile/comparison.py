@@ -22,14 +22,14 @@ class Traffic:
 
     name: str
     size_bytes: int | None
-    """What each rank gives; None if the traces do not tell."""
+    """What each rank gives, if the traces have it."""
     per_step: float
     transfer_s: float
     """From when the last rank has come until the end; the mean."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        """How fast what a rank gives was sent; None without a size."""
+        """How fast what a rank gives was sent, if its size is known."""
         return self.size_bytes / self.transfer_s if self.size_bytes and self.transfer_s else None
 
 
@@ -65,8 +65,8 @@ class Comparison:
     def matched(self) -> list[tuple[Collective, ...]]:
         """The collectives that all ranks have recorded, each with the one of every rank.
 
-        In a step, the n-th of one name, group and size is the same on all ranks. Of those whose
-        number differs, as at the edge of a step, none is used.
+        In a step, the n-th of one name, group and size is the same on all ranks. Those whose number
+        differs, as at the edge of a step, are left out.
         """
         by_rank = [_by_place(rank) for rank in self.ranks]
         found = []
@@ -89,7 +89,7 @@ class Comparison:
 
     @cached_property
     def clock_error_s(self) -> float | None:
-        """How exact the comparison of clocks is; None if all ranks are on one host.
+        """How exact the comparison of clocks is, if there are several hosts.
 
         It is half of the range that the middle half of the collectives gives.
         """
@@ -125,7 +125,7 @@ class Comparison:
 
     @cached_property
     def late_rank(self) -> int | None:
-        """The index of the rank that others wait for; None if it is another one in some step."""
+        """The index of the rank that others wait for, if it is the same in all steps."""
         late = dict[int, Counter[int]]()
         for each, last in zip(self.matched, self._lasts(), strict=True):
             begins = [self._begin(c, i) for i, c in enumerate(each)]

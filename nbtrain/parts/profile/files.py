@@ -32,7 +32,7 @@ class Request:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Request | None:
-        """Return what the launch asks for; None for nothing."""
+        """Return the request of a launch, if it has one."""
         if plan.profile is None:
             return None
         start, steps = plan.profile
@@ -84,7 +84,7 @@ def trace_file(folder: Path, rank: int) -> Path:
 
 
 def failure_file(folder: Path, rank: int) -> Path:
-    """Return the file that says, for people, why a rank has recorded nothing."""
+    """Return the file with the reason, for people, why a rank has recorded nothing."""
     return folder / f"rank-{rank:04d}.failed"
 
 

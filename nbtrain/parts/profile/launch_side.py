@@ -1,4 +1,4 @@
-"""Shows the profile that a launch asks for, below the board."""
+"""Shows the profile of a launch below its board."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProfileLaunch(LaunchSide):
             raise PlanError("profile needs `steps` in --telemetry: it records optimizer steps")
 
     def complete_job(self, job: Job, engine: Engine) -> Job:
-        """Make the folder of profiles, if the launch asks for one: it is shown below the board."""
+        """Make the folder of profiles for a launch with `profile`: it is shown below the board."""
         if job.plan.profile is not None:
             with contextlib.suppress(OSError):  # a full disk: the rank says that
                 folder_of_all(job.folder).mkdir(mode=0o700, exist_ok=True)
@@ -53,7 +53,7 @@ class ProfileLaunch(LaunchSide):
         return [PanelButton("Profile", "area-chart", _TIP, _EARLY_TIP, _has_stepped, make)]
 
     def display_below(self, folder: RunFolder, is_text: bool) -> Display | None:
-        """Return the place of a run's first profile, if its launch asks for one."""
+        """Return the place of a run's first profile, for a launch with `profile`."""
         return ProfileDisplay(folder, is_text) if folder_of_all(folder).is_dir() else None
 
 

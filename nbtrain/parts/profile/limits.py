@@ -5,7 +5,7 @@ WARMUP_STEPS = 2
 profiler itself is slower in its first step."""
 
 STEPS = 3
-"""Steps that are recorded if the user does not say how many."""
+"""Steps that are recorded by default."""
 
 MAX_STEPS = 10
 """Steps of a recording at most. Five steps of one large model took 4 GB."""

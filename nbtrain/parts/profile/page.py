@@ -195,7 +195,7 @@ def list_operations(compared: Comparison, names: Mapping[str, str]) -> list[tupl
 
 
 def list_traffic(compared: Comparison) -> list[tuple[str, ...]]:
-    """Return a table of the collectives. Sizes are missing where the traces do not tell them."""
+    """Return a table of the collectives. Sizes are missing where the traces lack them."""
     rows: list[tuple[str, ...]] = [("collective", "size", "a step", "takes", "rate")]
     for each in compared.traffic[:10]:
         size = format_bytes(each.size_bytes) if each.size_bytes else ""
@@ -240,7 +240,7 @@ def write_text(
 
 
 def write_title(run: str, compared: Comparison) -> str:
-    """Return the title of a profile: which steps of which run."""
+    """Return the title of a profile: the run, the steps and the ranks."""
     steps: Sequence[int] = [step.number for step in compared.ranks[0].steps]
     which = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     ranks = plural(len(compared.ranks), "rank")

@@ -53,7 +53,7 @@ class Profile:
 
     @cached_property
     def advice(self) -> Advice | None:
-        """What costs most and what to do about it; None if nothing stands out."""
+        """What costs most and what to do about it, if one cause stands out."""
         return give_advice(self.comparison, self._samples, self._names)
 
     @property
@@ -63,8 +63,8 @@ class Profile:
     def table(self) -> Any:
         """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
 
-        ``step`` is the whole step, ``waits`` the part of ``communication`` in which the rank waits
-        for others. Raises `MissingExtra` without pandas.
+        ``step`` is the whole step, and ``waits`` the part of ``communication`` in waits for other
+        ranks. Raises `MissingExtra` without pandas.
         """
         try:
             import pandas as pd
@@ -125,7 +125,7 @@ class Profile:
 
 
 def read_profile(folder: Path, run: RunFolder, state: RunState) -> Profile | None:
-    """Return the profile in a folder of a run's recordings; None until all ranks have saved it."""
+    """Return the profile in a folder of a run's recordings, once all ranks have saved it."""
     ranks, size = [], 0
     for file in sorted(folder.glob("rank-*.summary.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):

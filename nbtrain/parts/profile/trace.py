@@ -24,7 +24,7 @@ KINDS = ("data", "forward", "backward", "optimizer", "communication", "python")
 """What a step's time is spent on. On a GPU, `python` means that the GPU is idle."""
 
 BACKWARD = "nbtrain: backward"
-"""The annotation of a call of backward. Traces of torch have none."""
+"""The annotation of a call of backward. torch itself adds no such annotation."""
 
 BINS = 400
 """Parts of a step in `Step.lane`, enough for a picture as wide as a page."""
@@ -54,7 +54,7 @@ class Collective:
     begin: int
     end: int
     size_bytes: int | None = None
-    """None if the trace does not tell."""
+    """Missing if the trace lacks it."""
     group: str = ""
     """Which ranks took part: a name that is the same on all of them."""
     thread: int | str = 0
@@ -125,7 +125,7 @@ def read_trace(
     samples: Sequence[Sample] = (),
     host: str = "",
 ) -> RankProfile:
-    """Return what a trace tells about a rank whose first recorded step has a number.
+    """Return what a trace has about a rank whose first recorded step has a number.
 
     Raises `ValueError` for a trace without a step.
     """
@@ -199,7 +199,7 @@ def _find_regions(events: Sequence[Event]) -> dict[str, list[Interval]]:
 
 
 Layers = list[tuple[str, list[Interval]]]
-"""When each kind applies, where none before it does."""
+"""When each kind applies, if those before it do not."""
 
 
 def _read_cpu(
@@ -273,7 +273,7 @@ _DTYPE_BYTES = {
 
 
 def _read_size(args: Mapping[str, Any]) -> int | None:
-    """Return how many bytes a collective takes from a rank, if its trace tells."""
+    """Return how many bytes a collective takes from a rank, if its trace has that."""
     if "In msg nelems" in args:
         item = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower())
         return None if item is None else int(args["In msg nelems"]) * item

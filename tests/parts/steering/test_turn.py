@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.steering import limits
 from nbtrain.parts.steering.orders import Action
 from nbtrain.parts.steering.requests import write
 from nbtrain.tracking import events as ev
@@ -28,6 +29,12 @@ from tests.support.runs import launch
 pytestmark = pytest.mark.part("steering")
 
 STEPS = 120
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ranks wait longer for each other: on a busy host, one may make no step for 2 s."""
+    monkeypatch.setattr(limits, "AGREEMENT_TIMEOUT_S", 60.0)
 
 
 class Requests:

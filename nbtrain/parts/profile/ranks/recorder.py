@@ -135,7 +135,7 @@ class Recorder(Observer):
             return original(*args, **kwargs)
 
     def _end(self, session: Any) -> None:
-        """Have a thread write what was recorded, while the training goes on."""
+        """Have a thread write what was recorded, while the training continues."""
         hooks.drop(self, hooks.notify.on_step)
         self._session = self._request = None
         arguments = session, self._first_step, self._sampler.samples
@@ -168,7 +168,7 @@ class Recorder(Observer):
         return folder_of(job.folder, job.attempt, self._before + first_step)
 
     def _fail(self, reason: str, first_step: int | None = None) -> None:
-        """Tell the user, and whoever waits for the recording, that there is no profile."""
+        """Report to the user, and to the process that waits, why there is no profile."""
         if first_step is not None:
             folder = self._folder(first_step)
             with contextlib.suppress(OSError):

@@ -37,7 +37,7 @@ class Sampler:
             self._thread = None
 
     def stop(self) -> None:
-        """Take no more samples."""
+        """End the samples."""
         self._is_over.set()
 
     def _run(self, thread: int, samples: list[Sample], is_over: threading.Event) -> None:
