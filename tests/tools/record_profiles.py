@@ -4,7 +4,7 @@
 
 Writes ``tests/parts/profile/traces/CAUSE/rank-N.json.gz``, and beside them ``samples.json.gz``:
 where the training threads were, what stands in those lines, and how many samples a rank trains on
-in a step. Each training is recorded several times. The recording with the shortest steps is kept, as
+in a step. Each training is recorded several times. The recording with the shortest steps is kept:
 other processes of the machine only make steps longer. Of a trace, only what nbtrain reads is kept.
 """
 

@@ -18,7 +18,7 @@ EXPECTED = {
     "loader-workers": ("slow-loader", ..., ""),
     "loader-of-rank": ("slow-loader-of-rank", 1, "time.sleep(self._sample_s)"),
     "loader-workers-of-rank": ("slow-loader", 1, "inputs = next(loader)"),
-    "slow-rank": ("slow-rank", 1, "loss.backward()"),
+    "slow-rank": ("slow-rank", 1, "loss = net(inputs).square().mean()"),
     "python-of-rank": ("slow-rank", 2, "time.sleep(python_s)"),
     "batches": ("unequal-batches", 1, ""),
     "gradients": ("exposed-communication", None, ""),
