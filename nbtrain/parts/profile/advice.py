@@ -92,19 +92,30 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     if kinds[0] == "data":
         where = place.most(slow, "data")
         at = f" It spends it in {where}." if where else ""
+        if slow.loader.startswith("_MultiProcessing"):
+            # The traces do not tell whether the others' workers are faster, or only ahead.
+            return Advice(
+                "slow-loader",
+                saving,
+                f"{text}{at}",
+                "The workers of its DataLoader are too slow. Those of the others may be no faster: "
+                f"a rank with batches in stock does not wait. {_MORE_WORKERS}",
+                slow.rank,
+            )
         return Advice(
             "slow-loader-of-rank",
             saving,
             f"{text}{at}",
-            "Look at what its loader does that the others' does not: larger or more "
-            "samples, another disk, fewer workers.",
+            "Look at what its loader does that the others' does not: larger or more samples, "
+            "another disk.",
             slow.rank,
         )
     if its is not None and theirs and its > 1.1 * median(theirs):
         return Advice(
             "unequal-batches",
             saving,
-            f"{text} It trains on {its:.3g} samples in a step, the others on {median(theirs):.3g}.",
+            f"{text} It trains on {round(its, 1):,g} samples in a step, the others on "
+            f"{round(median(theirs), 1):,g}.",
             "Give all ranks batches of one size: by DistributedSampler or accelerator.prepare("
             "loader), or by batches with the same number of tokens.",
             slow.rank,
@@ -120,6 +131,11 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     return Advice("slow-rank", saving, f"{text}{at}", do, slow.rank)
 
 
+_MORE_WORKERS = (
+    "Give the DataLoader more of them (`num_workers`), let them do less for each sample, or "
+    "prepare the data once, before the training."
+)
+
 _RANK_TEXTS = {
     "data": "its batches",
     "forward": "forward and backward",
@@ -134,10 +150,7 @@ def _loader(compared: Comparison, place: _Places) -> Advice | None:
     slowest = max(compared.ranks, key=lambda rank: compared.shares(rank)["data"])
     text = f"The ranks wait for batches {format_share(saving)} of each step."
     if slowest.loader.startswith("_MultiProcessing"):
-        do = (
-            "The workers of the DataLoader are too slow: give it more of them (`num_workers`), let "
-            "them do less for each sample, or prepare the data once, before the training."
-        )
+        do = f"The workers of the DataLoader are too slow. {_MORE_WORKERS}"
         return Advice("slow-loader", saving, text, do)
     where = place.most(slowest, "data")
     at = f" Most of it is in {where}." if where else ""

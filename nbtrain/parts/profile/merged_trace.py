@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,22 @@ def write_merged(path: Path, traces: Sequence[Path], compared: Comparison) -> No
 
     Raises `NbtrainError` if a trace cannot be read, and `OSError`.
     """
-    origin = min(rank.steps[0].begin for rank in compared.ranks)
+    begins = (rank.steps[0].begin for rank in compared.ranks)
+    origin = min(b - offset for b, offset in zip(begins, compared.offsets_ns, strict=True))
     events = list(_arrows(compared, origin))
     for rank, file, offset in zip(compared.ranks, traces, compared.offsets_ns, strict=True):
         try:
             trace = json.loads(gzip.decompress(file.read_bytes()))
-        except (OSError, ValueError, EOFError) as error:
+            shift_us = (int(trace.get("baseTimeNanoseconds", 0)) - origin - offset) / 1e3
+            events += _of_rank(trace, rank.rank, shift_us)
+        except _DAMAGED as error:
             raise NbtrainError(f"the trace of rank {rank.rank} cannot be read: {error}") from error
-        shift_us = (int(trace.get("baseTimeNanoseconds", 0)) - origin - offset) / 1e3
-        events += _of_rank(trace, rank.rank, shift_us)
     merged = {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
     data = json.dumps(merged).encode()
     write_atomically(path, gzip.compress(data, 6) if path.suffix == ".gz" else data)
+
+
+_DAMAGED = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
 
 
 def _of_rank(trace: dict[str, Any], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
@@ -61,13 +66,16 @@ def _arrows(compared: Comparison, origin: int) -> Iterator[dict[str, Any]]:
     """Yield arrows from the last rank that comes to a collective to the others."""
     for number, each in enumerate(compared.matched):
         begins = [c.begin - compared.offsets_ns[i] for i, c in enumerate(each)]
+        ends = [c.end - compared.offsets_ns[i] for i, c in enumerate(each)]
         last = begins.index(max(begins))
         for index, collective in enumerate(each):
-            if index == last:
+            # Inside of both: the arrow binds to what runs at its time. A rank that only sends may
+            # be done before the last one comes.
+            time_ns = min(max(begins) + 1000, ends[index], ends[last])
+            if index == last or time_ns < max(begins):
                 continue
             common = {"cat": "collective", "name": collective.name, "id": f"c{number}.{index}"}
             for phase, at in (("s", last), ("f", index)):
-                # Inside of both: the arrow binds to what runs at its time.
-                time_us = (max(begins) + 1000 - origin) / 1e3
+                time_us = (time_ns - origin) / 1e3
                 event = {**common, "ph": phase, "pid": compared.ranks[at].rank, "ts": time_us}
                 yield {**event, "tid": each[at].thread, **({"bp": "e"} if phase == "f" else {})}

@@ -126,9 +126,11 @@ def _spans(step: Step) -> Iterator[tuple[str, Interval]]:
 def _draw_part(kind: str, span: Interval, first: int, length: int, top: float) -> str:
     """Draw what a rank did for a time, in a lane that shows `length` nanoseconds from `first`."""
     colour, height = _LOOKS[kind]
-    low, high = (CANVAS.width_units * (time - first) / length for time in span)
+    low, high = (round(CANVAS.width_units * (time - first) / length, 1) for time in span)
+    if low == high:  # too short to be seen
+        return ""
     tall = _LANE_PX * height
-    edge = f"M{low:.1f} {top + _LANE_PX - tall:.1f}H{high:.1f}v{tall:.1f}H{low:.1f}z"
+    edge = f"M{low:g} {top + _LANE_PX - tall:.1f}H{high:g}v{tall:.1f}H{low:g}z"
     look = f'fill-opacity=".3" stroke="{colour}" {theme.FIXED}' if kind == _WAITS else ""
     return f'<path d="{edge}" fill="{colour}" {look}/>'
 

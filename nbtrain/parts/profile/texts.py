@@ -16,9 +16,9 @@ def format_time(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """Write a share of a step: ``12 %``, and ``<1 %`` for less than half of one."""
+    """Write a share of a step: ``12 %``, and ``<1 %`` for what rounds to none."""
     percent = 100 * share
-    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+    return "<1 %" if 0 < percent <= 0.5 else f"{percent:.0f} %"
 
 
 def name_operation(name: str) -> str:

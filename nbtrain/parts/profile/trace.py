@@ -127,9 +127,12 @@ def read_trace(
 ) -> RankProfile:
     """Return what a trace has about a rank whose first recorded step has a number.
 
-    Raises `ValueError` for a trace without a step.
+    Raises `ValueError` for a trace without a step, and for a damaged one.
     """
-    events = _read_events(trace)
+    try:
+        events = _read_events(trace)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"the trace is damaged: {error!r}") from error
     marks = sorted(
         (e for e in events if e.category == "user_annotation" and _is_step(e.name)),
         key=lambda e: e.begin,
@@ -153,7 +156,7 @@ def read_trace(
         steps,
         _list_operations(events, kernels, layers, samples, window),
         [c for c in collectives if window[0] <= c.begin < window[1]],
-        intersect(dict(layers)["communication"], [window]),
+        intersect(dict(layers)["communication"], merge((m.begin, m.end) for m in marks)),
         _find_lines(samples, layers, window),
         max(loaders, key=loaders.__getitem__, default="").partition("#")[2].partition(".")[0],
         sum(e.name in _SYNCS and window[0] <= e.begin < window[1] for e in events),
@@ -167,6 +170,10 @@ _GLOO = ("gloo:", "mpi:", "ucc:")
 
 def _is_step(name: str) -> bool:
     return name.startswith("ProfilerStep")
+
+
+def _is_collective(kernel: Event) -> bool:
+    return kernel.name.startswith("nccl")
 
 
 def _read_events(trace: Mapping[str, Any]) -> list[Event]:
@@ -238,7 +245,7 @@ def _read_gpu(
     }
     found, by_kind = list[Event](), defaultdict[str, list[Interval]](list)
     for kernel in kernels:
-        if kernel.name.startswith("nccl"):
+        if _is_collective(kernel):
             found.append(kernel)
             continue
         launched = launches.get(kernel.args.get("correlation"), kernel.begin)
@@ -246,13 +253,14 @@ def _read_gpu(
         kinds = (k for k in ("backward", "optimizer") if contains(regions.get(k, ()), launched))
         by_kind[next(kinds, "forward")].append((kernel.begin, kernel.end))
     computing = [(kind, merge(by_kind[kind])) for kind in ("backward", "optimizer", "forward")]
-    communication = merge((e.begin, e.end) for e in found)
+    busy = merge(i for _, spans in computing for i in spans)
+    waiting = subtract(merge((e.begin, e.end) for e in found), busy)
     layers = [
         *computing,
-        ("communication", communication),
+        ("communication", waiting),
         ("data", regions.get("data", [])),
     ]
-    return layers, found, merge(i for _, spans in computing for i in spans)
+    return layers, found, busy
 
 
 def _collective(event: Event) -> Collective:
@@ -351,7 +359,9 @@ def _list_operations(
     for name in dearest:
         kinds, lines = Counter[str](), Counter[str]()
         for event, ns in by_name[name]:
-            kinds[_kind_at(layers, event.begin)] += ns
+            # A collective may begin beside a kernel that computes.
+            kind = "communication" if _is_collective(event) else _kind_at(layers, event.begin)
+            kinds[kind] += ns
         if not kernels:
             spans = merge((e.begin, e.end) for e, _ in by_name[name])
             lines.update(s.line for s in samples if contains(spans, s.time_ns))
