@@ -116,7 +116,7 @@ class Option:
     nargs: str | None = None
 
     bare: Any = None
-    """The value of the flag without one; None: the flag needs a value."""
+    """The value of the flag alone, where it may be alone."""
 
     part: str = ""
     """The part that an option of `Plan` needs, or ""."""
@@ -301,7 +301,7 @@ def read_start(start: str | os.PathLike[str] | None) -> str | None:
 
 
 def read_profile(profile: object) -> tuple[int, int] | None:
-    """Return the steps before a profile and those in it; None for no profile.
+    """Return the steps before a profile and those in it, if there is one.
 
     Raises `PlanError` for other values than those of `nbtrain.launch`.
     """

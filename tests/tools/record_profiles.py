@@ -28,7 +28,7 @@ from torch import multiprocessing, nn, profiler
 
 from nbtrain.parts.profile.limits import MAX_SAMPLES, SAMPLE_INTERVAL_S, STEPS, WARMUP_STEPS
 from nbtrain.parts.profile.ranks.sampler import Sampler
-from nbtrain.parts.profile.trace import BACKWARD, read_trace
+from nbtrain.parts.profile.reading.trace import BACKWARD, read_trace
 
 TRACES = Path(__file__).parents[1] / "parts" / "profile" / "traces"
 

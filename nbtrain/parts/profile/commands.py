@@ -6,7 +6,7 @@ import argparse
 
 from ...part_api import PlanError, Typed, find_run, split_line
 from .files import Request
-from .limits import STEPS
+from .limits import DEFAULT_STEPS
 from .profile import Profile, profiles_of, record
 
 
@@ -25,7 +25,7 @@ def profile_magic(typed: Typed) -> Profile:
     """
     parser = _Parser(add_help=False)
     parser.add_argument("run", nargs="*")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
     options = parser.parse_args(split_line(typed.text))
     run = find_run(" ".join(options.run))
     if not run.state.is_over:

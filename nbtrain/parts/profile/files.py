@@ -15,7 +15,7 @@ from . import limits
 class Request:
     """Which steps are recorded, and how. Its values fit into JSON."""
 
-    steps: int = limits.STEPS
+    steps: int = limits.DEFAULT_STEPS
     start: int = limits.WARMUP_STEPS
     """At a launch: how many steps come before the recorded ones, at least 1."""
     shapes: bool = False
@@ -31,7 +31,7 @@ class Request:
             raise PlanError(f"the steps before a profile must be at least 1, not {self.start!r}")
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Request | None:
+    def read_plan(cls, plan: Plan) -> Request | None:
         """Return the request of a launch, if it has one."""
         if plan.profile is None:
             return None
@@ -46,7 +46,7 @@ def read_steps(profile: object) -> tuple[int, int] | None:
     """
     if profile is None or profile is False:
         return None
-    start, steps = limits.WARMUP_STEPS, limits.STEPS
+    start, steps = limits.WARMUP_STEPS, limits.DEFAULT_STEPS
     if isinstance(profile, str) and re.fullmatch(r"\d{1,15}:\d{1,15}", profile):
         start, steps = map(int, profile.split(":"))
     elif isinstance(profile, (tuple, list)) and len(profile) == 2:

@@ -37,7 +37,7 @@ class ProfileLaunch(LaunchSide):
     def complete_job(self, job: Job, engine: Engine) -> Job:
         """Make the folder of profiles for a launch with `profile`: it is shown below the board."""
         if job.plan.profile is not None:
-            with contextlib.suppress(OSError):  # a full disk: the rank says that
+            with contextlib.suppress(OSError):  # a full disk, which the rank reports
                 folder_of_all(job.folder).mkdir(mode=0o700, exist_ok=True)
         return job
 

@@ -4,7 +4,7 @@ WARMUP_STEPS = 2
 """Steps before the recorded ones. The first steps compile, allocate, and start workers; and the
 profiler itself is slower in its first step."""
 
-STEPS = 3
+DEFAULT_STEPS = 3
 """Steps that are recorded by default."""
 
 MAX_STEPS = 10

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...part_api import NbtrainError, write_atomically
-from .comparison import Comparison
+from .reading.comparison import Comparison
 
 
 def write_merged(path: Path, traces: Sequence[Path], compared: Comparison) -> None:
@@ -29,7 +29,7 @@ def write_merged(path: Path, traces: Sequence[Path], compared: Comparison) -> No
         try:
             trace = json.loads(gzip.decompress(file.read_bytes()))
             shift_us = (int(trace.get("baseTimeNanoseconds", 0)) - origin - offset) / 1e3
-            events += _of_rank(trace, rank.rank, shift_us)
+            events += _move_events(trace, rank.rank, shift_us)
         except _DAMAGED as error:
             raise NbtrainError(f"the trace of rank {rank.rank} cannot be read: {error}") from error
     merged = {"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": events}
@@ -40,7 +40,7 @@ def write_merged(path: Path, traces: Sequence[Path], compared: Comparison) -> No
 _DAMAGED = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
 
 
-def _of_rank(trace: dict[str, Any], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
+def _move_events(trace: dict[str, Any], rank: int, shift_us: float) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank with the rank as their process, `shift_us` later."""
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
@@ -64,7 +64,7 @@ _OF_GPUS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 
 def _arrows(compared: Comparison, origin: int) -> Iterator[dict[str, Any]]:
     """Yield arrows from the last rank that comes to a collective to the others."""
-    for number, each in enumerate(compared.matched):
+    for number, each in enumerate(compared.same_collectives):
         begins = [c.begin - compared.offsets_ns[i] for i, c in enumerate(each)]
         ends = [c.end - compared.offsets_ns[i] for i, c in enumerate(each)]
         last = begins.index(max(begins))

@@ -9,11 +9,11 @@ from itertools import groupby
 from ...part_api import RIGHT, format_bytes, html_table, plural, text_table
 from ...ui.board import axes, theme
 from ...ui.board.canvas import CANVAS, Label, draw_on_page, draw_rule, label_tick
-from .advice import Advice
-from .comparison import Comparison
-from .intervals import Interval, intersect, subtract
-from .texts import format_share, format_time, name_file, name_operation
-from .trace import BINS, KINDS, LANE_KINDS, RankProfile, Step
+from .reading.advice import Advice
+from .reading.comparison import Comparison
+from .reading.intervals import Interval, intersect, subtract
+from .reading.texts import format_share, format_time, name_file, name_operation
+from .reading.trace import KINDS, LANE_BINS, LANE_KINDS, RankProfile, Step
 
 _LOOKS = {
     "data": (theme.ORANGE, 0.7),
@@ -27,7 +27,7 @@ _LOOKS = {
 """The colour and the height of each kind in a lane, so that colour is not the only difference."""
 
 _WAITS = "waits"
-"""The part of `communication` in which a rank waits for others. It is drawn hollow."""
+"""The part of `communication` that is spent on waiting for others. It is drawn hollow."""
 
 _LANE_PX, _GAP_PX, _LEFT_PX = 22, 8, 62
 _MAX_LANES = 32
@@ -116,7 +116,7 @@ def draw_lanes(compared: Comparison, advice: Advice | None) -> str:
 
 def _spans(step: Step) -> Iterator[tuple[str, Interval]]:
     """Yield the kinds of a step's lane, each with its time."""
-    at, width = 0, (step.end - step.begin) / BINS
+    at, width = 0, (step.end - step.begin) / LANE_BINS
     for sign, group in groupby(step.lane):
         end = at + sum(1 for _ in group)
         yield LANE_KINDS[sign], (step.begin + round(at * width), step.begin + round(end * width))
@@ -226,7 +226,7 @@ def write_text(
     for rank in compared.ranks[:_MAX_LANES]:
         lane = rank.steps[compared.typical].lane
         bar = "".join(
-            _BAR_SIGNS[LANE_KINDS[lane[k * BINS // _BAR_CHARS]]] for k in range(_BAR_CHARS)
+            _BAR_SIGNS[LANE_KINDS[lane[k * LANE_BINS // _BAR_CHARS]]] for k in range(_BAR_CHARS)
         )
         lines.append(f"rank {rank.rank:<3} {bar}")
     signs = (f"{sign} {name_kind(kind, has_gpu)}" for kind, sign in _BAR_SIGNS.items())

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ...part_api import NbtrainError, RunFolder, RunState, load_provided
 from .files import Request, recordings
-from .limits import STEPS
+from .limits import DEFAULT_STEPS
 
 
 class ProfilePanel:
@@ -17,7 +17,7 @@ class ProfilePanel:
         import ipywidgets
 
         self._folder, self._token, self._shown = folder, "", ""
-        label = f"Record {STEPS} steps"
+        label = f"Record {DEFAULT_STEPS} steps"
         tip = "Record the next steps of all ranks, and show where their time goes"
         self._button = ipywidgets.Button(description=label, icon="area-chart", tooltip=tip)
         self._button.on_click(lambda _: self._request())
@@ -31,7 +31,7 @@ class ProfilePanel:
         write = load_provided("steering", "write_request", "a profile")
         request = asdict(Request())
         try:
-            title = f"profile of {STEPS} steps"
+            title = f"profile of {DEFAULT_STEPS} steps"
             by = "by the Profile button"
             self._token = write(self._folder, "profile", title, request, by)
         except (NbtrainError, OSError) as error:

@@ -23,12 +23,12 @@ from ...part_api import (
     read_regular,
 )
 from . import page
-from .advice import Advice, give_advice
-from .comparison import Comparison
 from .files import Request, folder_of, recordings, trace_file
 from .limits import WARMUP_STEPS
 from .merged_trace import write_merged
-from .trace import KINDS, Collective, Operation, RankProfile, Step
+from .reading.advice import Advice, give_advice
+from .reading.comparison import Comparison
+from .reading.trace import KINDS, Collective, Operation, RankProfile, Step
 
 MAX_SUMMARY_BYTES = 1 << 27
 

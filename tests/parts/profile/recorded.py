@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbtrain.parts.profile.advice import Advice, give_advice
-from nbtrain.parts.profile.comparison import Comparison
-from nbtrain.parts.profile.trace import RankProfile, Sample, read_trace
+from nbtrain.parts.profile.reading.advice import Advice, give_advice
+from nbtrain.parts.profile.reading.comparison import Comparison
+from nbtrain.parts.profile.reading.trace import RankProfile, Sample, read_trace
 
 TRACES = Path(__file__).parent / "traces"
 CAUSES = sorted(folder.name for folder in TRACES.iterdir())

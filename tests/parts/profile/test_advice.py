@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from nbtrain.parts.profile.advice import give_advice
-from nbtrain.parts.profile.comparison import Comparison
 from nbtrain.parts.profile.limits import LEAST_SAVING
-from nbtrain.parts.profile.trace import KINDS, Operation, RankProfile, Step
+from nbtrain.parts.profile.reading.advice import give_advice
+from nbtrain.parts.profile.reading.comparison import Comparison
+from nbtrain.parts.profile.reading.trace import KINDS, Operation, RankProfile, Step
 from tests.parts.profile.recorded import CAUSES, read_recording
 
 EXPECTED = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nbtrain.parts.profile.comparison import Comparison
-from nbtrain.parts.profile.trace import Collective, RankProfile, read_trace
+from nbtrain.parts.profile.reading.comparison import Comparison
+from nbtrain.parts.profile.reading.trace import Collective, RankProfile, read_trace
 from tests.parts.profile import written
 from tests.parts.profile.recorded import CAUSES, read_json, read_recording, trace_files
 from tests.parts.profile.written import BASE_NS, all_reduce, kernel, nccl, operation, step
@@ -71,7 +71,7 @@ def test_one_rank_waits_for_none() -> None:
 
 def test_ranks_without_collectives_are_compared_without_waits() -> None:
     compared = Comparison([replace(each, collectives=[], waits=[]) for each in (QUICK, SLOW)])
-    assert (compared.matched, compared.traffic, compared.late_rank) == ([], [], None)
+    assert (compared.same_collectives, compared.traffic, compared.late_rank) == ([], [], None)
     assert compared.waits_s == [0, 0]
 
 
@@ -107,7 +107,7 @@ def test_collectives_match_by_step_name_group_and_size_and_not_where_a_rank_lack
     )
     found = [
         (one.name, *((c.begin - BASE_NS) // 1000 for c in (one, other)), one.size_bytes)
-        for one, other in Comparison([first, second]).matched
+        for one, other in Comparison([first, second]).same_collectives
     ]
     assert sorted(found) == [
         ("all_reduce", 10, 20, 8),
@@ -138,7 +138,7 @@ def test_recorded_waits_are_part_of_the_communication(cause: str) -> None:
 def test_all_recorded_collectives_have_a_partner(cause: str) -> None:
     compared = read_recording(cause).compared
     for index, rank in enumerate(compared.ranks):
-        assert {each[index] for each in compared.matched} == set(rank.collectives) != set()
+        assert {each[index] for each in compared.same_collectives} == set(rank.collectives) != set()
     assert all(each.transfer_s > 0 for each in compared.traffic)
 
 

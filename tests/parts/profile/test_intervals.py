@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from nbtrain.parts.profile.intervals import (
+from nbtrain.parts.profile.reading.intervals import (
     Interval,
     contains,
     intersect,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nbtrain.errors import NbtrainError
-from nbtrain.parts.profile.comparison import Comparison
 from nbtrain.parts.profile.merged_trace import write_merged
-from nbtrain.parts.profile.trace import read_trace
+from nbtrain.parts.profile.reading.comparison import Comparison
+from nbtrain.parts.profile.reading.trace import read_trace
 from tests.parts.profile import written
 from tests.parts.profile.recorded import read_json, read_recording, trace_files
 from tests.parts.profile.written import Record, all_reduce, kernel, launch, nccl, operation, step
@@ -92,7 +92,7 @@ def test_recordings_become_one_valid_trace(cause: str, name: str, tmp_path: Path
     data = (tmp_path / name).read_bytes()
     merged = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
     arrows = check(merged, len(files))
-    assert len(arrows) == len(compared.matched) * (len(files) - 1)
+    assert len(arrows) == len(compared.same_collectives) * (len(files) - 1)
     late = compared.late_rank
     if cause.endswith("of-rank"):
         assert {begin["pid"] for begin, _ in arrows} == {late}

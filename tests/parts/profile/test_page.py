@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from nbtrain.parts.profile import page
-from nbtrain.parts.profile.advice import Advice
-from nbtrain.parts.profile.comparison import Comparison
-from nbtrain.parts.profile.trace import BINS, KINDS, RankProfile, read_trace
+from nbtrain.parts.profile.reading.advice import Advice
+from nbtrain.parts.profile.reading.comparison import Comparison
+from nbtrain.parts.profile.reading.trace import KINDS, LANE_BINS, RankProfile, read_trace
 from tests.parts.profile import written
 from tests.parts.profile.recorded import CAUSES, read_recording
 from tests.parts.profile.written import all_reduce, kernel, operation, step
@@ -135,7 +135,7 @@ def test_the_text_has_a_bar_of_each_rank() -> None:
     rank = of_rank(0, operation("aten::mm", 0, 500))
     text = page.write_text("a run", Comparison([rank]), None, {})
     assert f"rank 0   {'f' * 30}{'.' * 30}" in text
-    assert BINS % 2 == 0
+    assert LANE_BINS % 2 == 0
 
 
 def test_the_title_names_the_steps() -> None:

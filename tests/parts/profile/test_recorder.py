@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
-from nbtrain.parts.profile.trace import KINDS
+from nbtrain.parts.profile.reading.trace import KINDS
 from tests.support.looked_models import alone, batches, net
 from tests.support.runs import launch
 from tests.support.steered_trainings import TRAININGS, Steps

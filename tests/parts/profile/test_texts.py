@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.parts.profile.texts import format_share, format_time
+from nbtrain.parts.profile.reading.texts import format_share, format_time
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from nbtrain.parts.profile.intervals import intersect, merge, total
-from nbtrain.parts.profile.trace import (
+from nbtrain.parts.profile.reading.intervals import intersect, merge, total
+from nbtrain.parts.profile.reading.trace import (
     BACKWARD,
-    BINS,
     KINDS,
+    LANE_BINS,
     LANE_KINDS,
     RankProfile,
     Sample,
@@ -208,11 +208,11 @@ def test_samples_tell_the_lines_of_kinds_and_operations() -> None:
 
 def test_a_lane_shows_what_each_part_of_a_step_is_mostly_spent_on() -> None:
     (only,) = read_trace(ON_CPU, 0).steps
-    assert len(only.lane) == BINS
-    kinds = [LANE_KINDS[only.lane[BINS * at // 1000]] for at in (50, 200, 400, 600, 800, 990)]
+    assert len(only.lane) == LANE_BINS
+    kinds = [LANE_KINDS[only.lane[LANE_BINS * at // 1000]] for at in (50, 200, 400, 600, 800, 990)]
     assert kinds == ["data", "forward", "backward", "communication", "optimizer", "python"]
     for kind, ns in only.parts_ns.items():
-        assert only.lane.count(kind[0]) / BINS == pytest.approx(ns / 1e6, abs=0.01)
+        assert only.lane.count(kind[0]) / LANE_BINS == pytest.approx(ns / 1e6, abs=0.01)
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -221,7 +221,7 @@ def test_the_parts_of_recorded_steps_add_up_to_the_steps(cause: str) -> None:
         for each in rank.steps:
             assert sum(each.parts_ns.values()) == each.end - each.begin
             assert each.parts_ns.keys() == set(KINDS)
-            assert len(each.lane) == BINS
+            assert len(each.lane) == LANE_BINS
             inside = merge((c.begin, c.end) for c in rank.collectives)
             shown = each.parts_ns["communication"] + each.hidden_ns
             assert shown <= total(intersect(inside, [(each.begin, each.end)]))

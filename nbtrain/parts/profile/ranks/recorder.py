@@ -27,7 +27,7 @@ from ....part_api import (
 from ....part_api import events as ev
 from ..files import Request, failure_file, folder_of, summary_file, trace_file
 from ..limits import MAX_SAMPLES, SAMPLE_INTERVAL_S, WARMUP_STEPS
-from ..trace import BACKWARD, Sample, read_trace
+from ..reading.trace import BACKWARD, Sample, read_trace
 from .sampler import Sampler
 
 
@@ -207,7 +207,7 @@ class ProfileRank(RankSide):
 
     def begin(self, context: RankContext) -> None:
         """Prepare to record the steps that the launch or a request names."""
-        self._recorder = Recorder(context, Request.of_plan(context.job.plan))
+        self._recorder = Recorder(context, Request.read_plan(context.job.plan))
         context.step_actions["profile"] = self._recorder
 
     def finish_task(self, context: RankContext) -> None:

@@ -11,7 +11,7 @@ import time
 from types import FrameType
 
 from ....part_api import is_library
-from ..trace import Sample
+from ..reading.trace import Sample
 
 
 class Sampler:

@@ -62,13 +62,13 @@ class Comparison:
         return fmean(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
 
     @cached_property
-    def matched(self) -> list[tuple[Collective, ...]]:
+    def same_collectives(self) -> list[tuple[Collective, ...]]:
         """The collectives that all ranks have recorded, each with the one of every rank.
 
         In a step, the n-th of one name, group and size is the same on all ranks. Those whose number
         differs, as at the edge of a step, are left out.
         """
-        by_rank = [_by_place(rank) for rank in self.ranks]
+        by_rank = [_sort_collectives(rank) for rank in self.ranks]
         found = []
         for key, first in by_rank[0].items():
             of_ranks = [places.get(key, ()) for places in by_rank]
@@ -82,7 +82,7 @@ class Comparison:
         offsets = dict[str, list[int]]()
         for index, rank in enumerate(self.ranks):
             if rank.host != self.ranks[0].host:
-                ahead = [each[index].end - each[0].end for each in self.matched]
+                ahead = [each[index].end - each[0].end for each in self.same_collectives]
                 offsets.setdefault(rank.host, []).extend(ahead)
         by_host = {host: round(median(ahead)) for host, ahead in offsets.items() if ahead}
         return [by_host.get(rank.host, 0) for rank in self.ranks]
@@ -96,7 +96,7 @@ class Comparison:
         spreads = []
         for index, rank in enumerate(self.ranks):
             if rank.host != self.ranks[0].host:
-                ahead = sorted(each[index].end - each[0].end for each in self.matched)
+                ahead = sorted(each[index].end - each[0].end for each in self.same_collectives)
                 if not ahead:
                     return float("inf")
                 spreads.append(ahead[len(ahead) * 3 // 4] - ahead[len(ahead) // 4])
@@ -106,8 +106,10 @@ class Comparison:
         return collective.begin - self.offsets_ns[index]
 
     def _lasts(self) -> list[int]:
-        """Return when the last rank came to each of the matched collectives."""
-        return [max(self._begin(c, i) for i, c in enumerate(each)) for each in self.matched]
+        """Return when the last rank came to each collective."""
+        return [
+            max(self._begin(c, i) for i, c in enumerate(each)) for each in self.same_collectives
+        ]
 
     @cached_property
     def waits_s(self) -> list[float]:
@@ -119,7 +121,7 @@ class Comparison:
         """Return when a rank waits for ranks that come later, by the clock of its host."""
         before = merge(
             (each[index].begin, last + self.offsets_ns[index])
-            for each, last in zip(self.matched, self._lasts(), strict=True)
+            for each, last in zip(self.same_collectives, self._lasts(), strict=True)
         )
         return intersect(self.ranks[index].waits, before)
 
@@ -127,7 +129,7 @@ class Comparison:
     def late_rank(self) -> int | None:
         """The index of the rank that others wait for, if it is the same in all steps."""
         late = dict[int, Counter[int]]()
-        for each, last in zip(self.matched, self._lasts(), strict=True):
+        for each, last in zip(self.same_collectives, self._lasts(), strict=True):
             begins = [self._begin(c, i) for i, c in enumerate(each)]
             waited = sum(
                 total(intersect(rank.waits, [(c.begin, last + self.offsets_ns[i])]))
@@ -142,7 +144,7 @@ class Comparison:
     def traffic(self) -> list[Traffic]:
         """The collectives by name and size, the most expensive first."""
         groups = defaultdict[tuple[str, int | None], list[float]](list)
-        for each in self.matched:
+        for each in self.same_collectives:
             begin = max(self._begin(c, i) for i, c in enumerate(each))
             end = max(c.end - self.offsets_ns[i] for i, c in enumerate(each))
             groups[each[0].name, each[0].size_bytes].append((end - begin) / 1e9)
@@ -151,7 +153,7 @@ class Comparison:
         return sorted(found, key=lambda each: each.per_step * each.transfer_s, reverse=True)
 
 
-def _by_place(rank: RankProfile) -> Mapping[tuple[object, ...], list[Collective]]:
+def _sort_collectives(rank: RankProfile) -> Mapping[tuple[object, ...], list[Collective]]:
     """Return the collectives of a rank by step, name, group and size, in their order."""
     found = defaultdict[tuple[object, ...], list[Collective]](list)
     for each in sorted(rank.collectives, key=lambda c: c.begin):

@@ -26,7 +26,7 @@ KINDS = ("data", "forward", "backward", "optimizer", "communication", "python")
 BACKWARD = "nbtrain: backward"
 """The annotation of a call of backward. torch itself adds no such annotation."""
 
-BINS = 400
+LANE_BINS = 400
 """Parts of a step in `Step.lane`, enough for a picture as wide as a page."""
 
 _LANE_SIGNS = {kind: kind[0] for kind in KINDS}
@@ -73,7 +73,7 @@ class Step:
     hidden_ns: int
     """How long collectives ran beside other work."""
     lane: str
-    """The most frequent kind in each of `BINS` parts of the step, a letter each."""
+    """The most frequent kind in each of `LANE_BINS` parts of the step, a letter each."""
 
 
 @dataclass(frozen=True)
@@ -324,11 +324,11 @@ def _read_step(
 
 def _draw_lane(mark: Event, spans: Iterable[tuple[int, int, str]]) -> str:
     """Return `Step.lane`."""
-    width = max(1, mark.end - mark.begin) / BINS
-    bins = [dict.fromkeys(KINDS, 0.0) for _ in range(BINS)]
+    width = max(1, mark.end - mark.begin) / LANE_BINS
+    bins = [dict.fromkeys(KINDS, 0.0) for _ in range(LANE_BINS)]
     for begin, end, kind in spans:
         low, high = (begin - mark.begin) / width, (end - mark.begin) / width
-        for at in range(int(low), min(BINS, int(high) + 1)):
+        for at in range(int(low), min(LANE_BINS, int(high) + 1)):
             bins[at][kind] += min(high, at + 1) - max(low, at)
     return "".join(_LANE_SIGNS[max(each, key=each.__getitem__)] for each in bins)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ...part_api import format_bytes
-from . import limits
+from ....part_api import format_bytes
+from .. import limits
 from .comparison import Comparison
 from .texts import format_share, format_time, name_file
 from .trace import RankProfile
@@ -90,26 +90,7 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     )
     its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
     if kinds[0] == "data":
-        where = place.most(slow, "data")
-        at = f" It spends it in {where}." if where else ""
-        if slow.loader.startswith("_MultiProcessing"):
-            # The traces do not tell whether the others' workers are faster, or only ahead.
-            return Advice(
-                "slow-loader",
-                saving,
-                f"{text}{at}",
-                "The workers of its DataLoader are too slow. Those of the others may be no faster: "
-                f"a rank with batches in stock does not wait. {_MORE_WORKERS}",
-                slow.rank,
-            )
-        return Advice(
-            "slow-loader-of-rank",
-            saving,
-            f"{text}{at}",
-            "Look at what its loader does that the others' does not: larger or more samples, "
-            "another disk.",
-            slow.rank,
-        )
+        return _late_loader(slow, saving, text, place)
     if its is not None and theirs and its > 1.1 * median(theirs):
         return Advice(
             "unequal-batches",
@@ -129,6 +110,30 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         "on its device or cores, fewer threads, a slower or hotter GPU."
     )
     return Advice("slow-rank", saving, f"{text}{at}", do, slow.rank)
+
+
+def _late_loader(slow: RankProfile, saving: float, text: str, place: _Places) -> Advice:
+    """Advise about a rank that others wait for because it waits for its batches."""
+    where = place.most(slow, "data")
+    at = f" It spends it in {where}." if where else ""
+    if slow.loader.startswith("_MultiProcessing"):
+        # The traces do not tell whether the others' workers are faster, or only ahead.
+        return Advice(
+            "slow-loader",
+            saving,
+            f"{text}{at}",
+            "The workers of its DataLoader are too slow. Those of the others may be no faster: "
+            f"a rank with batches in stock does not wait. {_MORE_WORKERS}",
+            slow.rank,
+        )
+    return Advice(
+        "slow-loader-of-rank",
+        saving,
+        f"{text}{at}",
+        "Look at what its loader does that the others' does not: larger or more samples, "
+        "another disk.",
+        slow.rank,
+    )
 
 
 _MORE_WORKERS = (

@@ -1,0 +1,1 @@
+"""Reads what ranks have recorded, compares them, and finds what costs most. Pure."""
