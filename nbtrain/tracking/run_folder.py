@@ -80,6 +80,7 @@ class RunFolder:
     payload = _File("payload")
     scheduled_job = _File("scheduled-job")
     peeks = _File("peeks")
+    profiles = _File("profiles")
 
     events = _RankFile("jsonl")
     log = _RankFile("log")
@@ -109,7 +110,14 @@ class RunFolder:
         paths = [path for path in kinds if path.exists()]
         if rank == 0 and self.weights.exists():
             paths += sorted(self.weights.iterdir())
+        paths += self.list_profile_files(rank)
         return [str(path.relative_to(self.path)) for path in paths]
+
+    def list_profile_files(self, rank: int) -> list[Path]:
+        """Return what a rank has recorded for profiles, the last file of each recording last."""
+        found = self.profiles.glob(f"*/rank-{rank:04d}.*")
+        whole = (path for path in found if path.suffix != ".partial")
+        return sorted(whole, key=lambda path: (path.parent, "summary" in path.name))
 
     @property
     def reply_folder(self) -> RunFolder:
@@ -120,7 +128,7 @@ class RunFolder:
         return RunFolder(self.questions.resolve().parent)
 
     def ask_remote(self, subject: str, ranks: Collection[int]) -> None:
-        """Request the ``stacks``, the ``recorders`` or the ``peeks`` of ranks on other hosts."""
+        """Request ``stacks``, ``recorders``, ``peeks`` or ``profiles`` of ranks on other hosts."""
         path = self.questions / f"{os.getpid()}-{time.monotonic_ns()}.json"
         write_atomically(path, json.dumps([subject, *ranks]).encode())
 

@@ -348,12 +348,16 @@ class Driver(ABC):
         """Ask a node for the stacks, the flight recorders or the saved models of ranks.
 
         Stacks come in files that are copied anyway. Recorders come as the reply, and are written
-        into the run folder. Models that ranks saved as they train are copied.
+        into the run folder. Models and profiles that ranks saved as they train are copied.
         """
         folder = member.order.job.folder
         with contextlib.suppress(OSError):
             if question == "peeks":
                 await self._copy_peeks(member)
+                return
+            if question == "profiles":
+                for name in await self._ask(member, NodeRanks.take_profiles):
+                    await self._copy_file(member, name)
                 return
             dumps = await member.link.call(_QUESTIONS[question], ranks)
             for rank, (dump, begun) in (dumps or {}).items():
@@ -375,7 +379,7 @@ class Driver(ABC):
         """Copy a file of a node into the run folder. Raises `OSError`."""
         path = member.order.job.folder.path / name
         data = await self._ask(member, NodeRanks.fetch, name)
-        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.parent.mkdir(exist_ok=True, mode=0o700, parents=True)
         await asyncio.to_thread(write_atomically, path, memoryview(data))
 
     # The end

@@ -322,6 +322,15 @@ class NodeRanks:
             for folder in new
         }
 
+    def take_profiles(self) -> list[str]:
+        """Return the files of profiles that ranks have written since the last call."""
+        files = [
+            path for rank in self._order.ranks for path in self.folder.list_profile_files(rank)
+        ]
+        new = [path for path in files if path not in self._taken]
+        self._taken = self._taken.union(new)
+        return [str(path.relative_to(self.folder.path)) for path in new]
+
     def delete_peek(self, token: str) -> None:
         """Delete what ranks saved for a request."""
         shutil.rmtree(self.folder.peeks / token, ignore_errors=True)

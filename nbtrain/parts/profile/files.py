@@ -62,15 +62,10 @@ def read_steps(profile: object) -> tuple[int, int] | None:
     return request.start, request.steps
 
 
-def folder_of_all(run: RunFolder) -> Path:
-    """Return the folder with all recordings of a run."""
-    return run.path / "profiles"
-
-
 def folder_of(run: RunFolder, attempt: int, first_step: int) -> Path:
     """Return the folder of a recording that begins with a step of an attempt."""
     of_attempt = f".attempt-{attempt}" if attempt > 1 else ""
-    return folder_of_all(run) / f"step-{first_step:08d}{of_attempt}"
+    return run.profiles / f"step-{first_step:08d}{of_attempt}"
 
 
 def summary_file(folder: Path, rank: int) -> Path:
@@ -90,4 +85,4 @@ def failure_file(folder: Path, rank: int) -> Path:
 
 def recordings(run: RunFolder) -> Iterator[Path]:
     """Yield the folders of a run's recordings, in the order of their steps."""
-    yield from sorted(folder_of_all(run).glob("step-*"))
+    yield from sorted(run.profiles.glob("step-*"))

@@ -22,7 +22,7 @@ from ...part_api import (
 )
 from ...planning.option_types import read_disabled
 from ...ui.displays.widget_controls import PanelButton
-from .files import folder_of_all, recordings
+from .files import recordings
 from .panel import ProfilePanel
 
 
@@ -38,7 +38,7 @@ class ProfileLaunch(LaunchSide):
         """Make the folder of profiles for a launch with `profile`: it is shown below the board."""
         if job.plan.profile is not None:
             with contextlib.suppress(OSError):  # a full disk, which the rank reports
-                folder_of_all(job.folder).mkdir(mode=0o700, exist_ok=True)
+                job.folder.profiles.mkdir(mode=0o700, exist_ok=True)
         return job
 
     def buttons(self, folder: RunFolder) -> Sequence[PanelButton]:
@@ -54,7 +54,7 @@ class ProfileLaunch(LaunchSide):
 
     def display_below(self, folder: RunFolder, is_text: bool) -> Display | None:
         """Return the place of a run's first profile, for a launch with `profile`."""
-        return ProfileDisplay(folder, is_text) if folder_of_all(folder).is_dir() else None
+        return ProfileDisplay(folder, is_text) if folder.profiles.is_dir() else None
 
 
 _TIP = "Record some steps of all ranks, and show where their time goes"

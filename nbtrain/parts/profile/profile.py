@@ -132,7 +132,8 @@ def read_profile(folder: Path, run: RunFolder, state: RunState) -> Profile | Non
             record = json.loads(read_regular(file, MAX_SUMMARY_BYTES))
             size = record.pop("world_size")
             ranks.append(_decode(record))
-    if not ranks or len(ranks) < size:
+    # With `nodes`, this run has only the ranks of one node; after a restart there may be fewer.
+    if not ranks or len(ranks) < min(size, len(state.ranks)):
         return None
     return Profile(folder, ranks, count_samples(state), run.cells())
 
@@ -190,6 +191,8 @@ def record(run: Run, request: Request, by: str = "by run.profile()") -> Profile:
             return profile
         for file in folder.glob("rank-*.failed"):
             raise NbtrainError(f"there is no profile: {read_regular(file).decode()}")
+        if of_run.questions.exists():  # the ranks are on other hosts
+            of_run.ask_remote("profiles", range(len(run.state.ranks)))
         if is_over:
             raise NbtrainError(f"{run.folder.name} ended before the steps were recorded")
         time.sleep(POLL_INTERVAL_S)

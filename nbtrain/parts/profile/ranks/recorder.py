@@ -145,8 +145,8 @@ class Recorder(Observer):
     def _save(self, session: Any, first_step: int, samples: list[Sample]) -> None:
         """Write the trace and its summary, the summary last: with it the recording is complete."""
         context, folder = self._context, self._folder(first_step)
-        rank = context.global_rank
-        plain = folder / f"rank-{rank:04d}.json"
+        rank = context.rank
+        plain = folder / f".rank-{rank:04d}.json"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             session.export_chrome_trace(str(plain))
@@ -173,7 +173,7 @@ class Recorder(Observer):
             folder = self._folder(first_step)
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_atomically(failure_file(folder, self._context.global_rank), reason.encode())
+                write_atomically(failure_file(folder, self._context.rank), reason.encode())
         note = f"Rank {self._context.global_rank} has recorded no profile: {reason}."
         self._context.writer.write(ev.RunNote.of(Finding("no-profile", note)))
 

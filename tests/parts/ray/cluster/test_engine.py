@@ -106,6 +106,27 @@ def test_the_notebook_looks_at_a_model_that_trains_on_two_nodes(notebook: Notebo
     assert notebook.value("[*(run.folder / 'peeks').iterdir()]") == []
 
 
+@pytest.mark.part("profile")
+@pytest.mark.part("steering")
+def test_the_steps_of_ranks_on_two_nodes_are_recorded_and_come_home(notebook: Notebook) -> None:
+    notebook.run("model = torch.nn.Linear(4, 1)")
+    options = "-e ray --nodes 2 -n 4 --background --profile"
+    out = notebook.run(f"%%distributed {options}\n{LOOP}", timeout=120)
+    assert not out.ename, out.traceback
+    notebook.run("run = nbtrain.last_run()")
+    steps = "[r.progress.steps if r.progress else 0 for r in run.state.ranks]"
+    wait_until(lambda: min(notebook.value(steps)) > 10, 60)
+    ask(notebook, "later = run.profile(steps=2)")
+    assert not notebook.value("run.state.is_over")
+    ask(notebook, "run.finish(); run.wait()")
+    numbers = "[[[s.number for s in r.steps] for r in p.comparison.ranks] for p in run.profiles]"
+    first, second = notebook.value(numbers)
+    assert first == [[3, 4, 5]] * 4
+    assert second == [second[0]] * 4
+    assert len(second[0]) == 2
+    assert notebook.value("later.save('merged.json.gz').stat().st_size > 1000")
+
+
 UNEVEN = """
 import random, time
 from pathlib import Path
