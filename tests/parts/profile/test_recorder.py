@@ -184,7 +184,7 @@ def test_nothing_is_printed() -> None:
     assert run.logs() == ""
 
 
-@pytest.mark.parametrize("kind", ["transformers", "lightning", "fastai"])
+@pytest.mark.parametrize("kind", ["transformers", "trl", "lightning", "fastai"])
 def test_trainers_are_recorded_unchanged(kind: str, tmp_path: Path) -> None:
     pytest.importorskip(kind)
     make, fit_by, _ = TRAININGS[kind]
