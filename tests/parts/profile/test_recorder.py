@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.profile.reading.trace import KINDS
+from nbtrain.worker import hooks
 from tests.support.looked_models import alone, batches, net
 from tests.support.runs import launch
 from tests.support.steered_trainings import TRAININGS, Steps
@@ -116,6 +117,40 @@ def test_steps_are_the_same_at_any_moment() -> None:
         steps = chance.randint(1, 4)
         check_steps(run.profile(steps), 2, steps)
     finish(run)
+
+
+def fit_by_hand(model: nn.Module, steps: int) -> list[float]:
+    """Return how long the collectives of each step took, by the clock."""
+    torch.distributed.init_process_group()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    gradients, times = torch.zeros(4_000_000), []
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        began = time.perf_counter()
+        torch.distributed.all_reduce(gradients)
+        times.append(time.perf_counter() - began)
+        optimizer.step()
+    return times
+
+
+@pytest.mark.timing
+def test_the_time_of_collectives_is_that_of_the_clock() -> None:
+    run = launch(fit_by_hand, net(), 8, n=2, profile="2:5")
+    (profile,) = run.profiles
+    for rank, times in zip(profile.comparison.ranks, run.results, strict=True):
+        recorded = sum(each.end - each.begin for each in rank.collectives) / 1e9
+        exposed = sum(step.parts_ns["communication"] for step in rank.steps) / 1e9
+        assert recorded == pytest.approx(sum(times[2:7]), rel=0.05)
+        assert exposed == pytest.approx(sum(times[2:7]), rel=0.05)
+
+
+def test_without_a_request_nothing_is_notified_of_steps() -> None:
+    assert "profile" not in launch(listeners, n=1).value
+
+
+def listeners() -> list[str]:
+    """Return the purposes of what is notified of a step."""
+    return [purpose for purpose, _ in hooks.notify.on_step.listeners]
 
 
 def test_a_training_that_ends_too_early_has_no_profile() -> None:
