@@ -44,7 +44,7 @@ def _move_events(trace: dict[str, Any], rank: int, shift_us: float) -> Iterator[
     """Yield the events of a rank with the rank as their process, `shift_us` later."""
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
-    for event in trace["traceEvents"]:
+    for event in _close_steps(trace["traceEvents"]):
         if event.get("ph") == "M" and event["name"] != "thread_name":
             continue
         if not isinstance(event.get("pid"), int) and event.get("cat") not in _OF_GPUS:
@@ -57,6 +57,27 @@ def _move_events(trace: dict[str, Any], rank: int, shift_us: float) -> Iterator[
         if "id" in event:  # of an arrow within the rank
             moved["id"] = f"{rank}.{event['id']}"
         yield moved
+
+
+def _close_steps(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield events with steps that end after the optimizer's annotation, not inside of it.
+
+    A step ends in a hook that the annotation encloses. Viewers draw what is not nested wrong.
+    """
+    optimizers = [
+        (event["tid"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("ph") == "X" and str(event.get("name")).startswith("Optimizer.step")
+    ]
+    for event in events:
+        if event.get("ph") == "X" and str(event.get("name")).startswith("ProfilerStep"):
+            begin, end = event["ts"], event["ts"] + event["dur"]
+            for tid, low, high in optimizers:
+                if tid == event["tid"]:
+                    begin = high if low <= begin < high else begin
+                    end = high if low <= end < high else end
+            event = {**event, "ts": begin, "dur": round(end - begin, 3)}
+        yield event
 
 
 _OF_GPUS = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")

@@ -6,7 +6,9 @@ import gzip
 import json
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +52,32 @@ def test_it_fits_into_json(run: nbtrain.Run) -> None:
     assert {op["kind"] for op in found["operations"]} <= {"forward", "backward", "optimizer"}
 
 
+def check_nested(events: list[dict[str, Any]]) -> None:
+    """Check that of two slices of a thread that overlap, one is inside of the other.
+
+    Viewers draw other slices wrong.
+    """
+    threads = defaultdict[tuple[Any, Any], list[tuple[float, float, str]]](list)
+    for each in events:
+        if each["ph"] == "X":
+            end = each["ts"] + each["dur"]
+            threads[each["pid"], each["tid"]].append((each["ts"], -end, each["name"]))
+    for slices in threads.values():
+        outer: list[float] = []
+        for begin, minus_end, name in sorted(slices):
+            while outer and outer[-1] <= begin + 2e-3:
+                outer.pop()
+            assert not outer or -minus_end <= outer[-1] + 2e-3, name
+            outer.append(-minus_end)
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_one_trace_of_all_ranks_is_saved(run: nbtrain.Run, name: str, tmp_path: Path) -> None:
     path = run.profiles[0].save(tmp_path / name)
     data = path.read_bytes()
     trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+    check_nested(trace["traceEvents"])
 
 
 def test_a_run_of_another_process_has_it_too(run: nbtrain.Run) -> None:
