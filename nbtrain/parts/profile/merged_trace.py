@@ -65,7 +65,7 @@ def _close_steps(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     A step ends in a hook that the annotation encloses. Viewers draw what is not nested wrong.
     """
     optimizers = [
-        (event["tid"], event["ts"], event["ts"] + event["dur"])
+        (event["tid"], event["ts"], event["ts"] + event["dur"] + 0.01)  # after any rounding
         for event in events
         if event.get("ph") == "X" and str(event.get("name")).startswith("Optimizer.step")
     ]
@@ -74,9 +74,9 @@ def _close_steps(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             begin, end = event["ts"], event["ts"] + event["dur"]
             for tid, low, high in optimizers:
                 if tid == event["tid"]:
-                    begin = high if low <= begin < high else begin
+                    begin = high + 0.01 if low <= begin < high else begin
                     end = high if low <= end < high else end
-            event = {**event, "ts": begin, "dur": round(end - begin, 3)}
+            event = {**event, "ts": round(begin, 3), "dur": round(end - begin, 3)}
         yield event
 
 

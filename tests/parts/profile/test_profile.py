@@ -65,9 +65,9 @@ def check_nested(events: list[dict[str, Any]]) -> None:
     for slices in threads.values():
         outer: list[float] = []
         for begin, minus_end, name in sorted(slices):
-            while outer and outer[-1] <= begin + 2e-3:
+            while outer and outer[-1] <= begin:
                 outer.pop()
-            assert not outer or -minus_end <= outer[-1] + 2e-3, name
+            assert not outer or -minus_end <= outer[-1], name
             outer.append(-minus_end)
 
 
