@@ -12,6 +12,13 @@ PART = Part(
 """,
         ),
     },
+    shell_commands={
+        "profile": Command(
+            "profile.commands:profile_from_shell",
+            "record steps of a run that trains, and print where their time goes",
+            arguments="profile.commands:add_profile_arguments",
+        ),
+    },
     launch_side="profile.launch_side:ProfileLaunch",
     rank_side="profile.ranks.recorder:ProfileRank",
     provides={

@@ -1,8 +1,9 @@
-"""The command ``profile``."""
+"""The command ``profile``, of a notebook and of a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import json
 
 from ...part_api import PlanError, Typed, find_run, split_line
 from .files import Request
@@ -17,6 +18,9 @@ class _Parser(argparse.ArgumentParser):
         raise PlanError(f"{message}. %nbtrain? shows how the command is used")
 
 
+_RUN = "a run: its number, its --name, or the start of its folder's name (default: the last)"
+
+
 def profile_magic(typed: Typed) -> Profile:
     """Record steps of a run that trains, or find the last profile of one that has ended.
 
@@ -24,12 +28,40 @@ def profile_magic(typed: Typed) -> Profile:
     `Run.profile`.
     """
     parser = _Parser(add_help=False)
-    parser.add_argument("run", nargs="*")
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    _add_steps(parser)
     options = parser.parse_args(split_line(typed.text))
+    return _profile(options, "by %nbtrain profile")
+
+
+def profile_from_shell(options: argparse.Namespace) -> int:
+    """Print a profile, as `profile_magic` finds it, or save one trace of all ranks; return 0."""
+    profile = _profile(options, "by `nbtrain profile`")
+    if options.save is not None:
+        print(f"saved {profile.save(options.save)}")
+    else:
+        print(json.dumps(profile.to_dict()) if options.json else profile)
+    return 0
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``profile`` to a parser."""
+    _add_steps(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    text = "write one trace of all ranks, for Perfetto: trace.json.gz"
+    parser.add_argument("--save", metavar="FILE", help=text)
+
+
+def _add_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="*", metavar="RUN", help=_RUN)
+    text = f"how many steps of a run that trains are recorded (default: {DEFAULT_STEPS})"
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, metavar="N", help=text)
+
+
+def _profile(options: argparse.Namespace, by: str) -> Profile:
+    """Record steps of a run that trains, or return the last profile of another one."""
     run = find_run(" ".join(options.run))
     if not run.state.is_over:
-        return record(run, Request(options.steps), "by %nbtrain profile")
+        return record(run, Request(options.steps), by)
     found = profiles_of(run)
     if not found:
         raise PlanError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -103,6 +104,7 @@ class Profile:
         """Return the profile as values that fit into JSON."""
         advice = None if self.advice is None else asdict(self.advice)
         compared = self.comparison
+        error = compared.clock_error_s
         operations = compared.ranks[compared.late_rank or 0].operations
         return {
             "steps": [step.number for step in compared.ranks[0].steps],
@@ -114,7 +116,7 @@ class Profile:
             "ranks": self._rows(),
             "operations": [asdict(each) for each in operations],
             "communication": [asdict(each) for each in compared.traffic],
-            "clock_error_s": compared.clock_error_s,
+            "clock_error_s": None if error is None or math.isinf(error) else error,
         }
 
     def _repr_html_(self) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 import nbtrain
+from nbtrain.__main__ import main
 from nbtrain.errors import PlanError
 from nbtrain.part import Typed
 from nbtrain.parts.profile.commands import profile_magic
@@ -30,6 +34,20 @@ def test_it_records_a_run_that_trains_and_shows_one_that_has_ended() -> None:
     run.wait()
     assert profile_magic(typed(run.folder.name)).folder == made.folder
     assert [p.folder for p in nbtrain.Run.open(run.folder).profiles] == [made.folder]
+
+
+def test_a_terminal_records_prints_and_saves(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = launch(alone, net(), n=2, background=True)
+    assert main(["profile", run.folder.name, "--steps", "2"]) == 0
+    assert "steps" in capsys.readouterr().out
+    run.finish()
+    run.wait()
+    assert main(["profile", run.folder.name, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["steps"]) == 2
+    assert main(["profile", run.folder.name, "--save", str(tmp_path / "trace.json")]) == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("text", ["--steps 11", "--steps many", "--fast"])
