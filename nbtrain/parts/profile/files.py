@@ -53,6 +53,8 @@ def read_steps(profile: object) -> tuple[int, int] | None:
         start, steps = profile
     elif type(profile) is int:
         steps = profile
+    elif isinstance(profile, str) and re.fullmatch(r"\d{1,15}", profile):
+        steps = int(profile)
     elif profile is not True:
         raise PlanError(
             "profile must be START:COUNT, such as 100:3 for the 3 steps after step 100, not "

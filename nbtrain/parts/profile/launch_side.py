@@ -22,7 +22,6 @@ from ...part_api import (
 )
 from ...planning.option_types import read_disabled
 from ...ui.displays.widget_controls import PanelButton
-from .files import recordings
 from .panel import ProfilePanel
 
 
@@ -31,6 +30,8 @@ class ProfileLaunch(LaunchSide):
 
     def check(self, plan: Plan) -> None:
         """Refuse a profile of ranks whose steps nbtrain does not count. Raises `PlanError`."""
+        if plan.profile is not None and plan.engine == "inline":
+            raise PlanError("profile needs ranks, and the inline engine starts none")
         if plan.profile is not None and "steps" not in plan.telemetry:
             raise PlanError("profile needs `steps` in --telemetry: it records optimizer steps")
 
@@ -78,7 +79,7 @@ class ProfileDisplay(Display):
         """Reserve the place at the first call, which comes from the cell; show the profile."""
         if self._handle is None and not self._is_text:
             self._handle = show({"text/plain": "", "text/html": ""})
-        if not self._is_shown and any(recordings(self._folder)):
+        if not self._is_shown and any(self._folder.profiles.glob("*/*.summary.json")):
             self._show(state)
 
     def finish(self, state: RunState, now: float) -> None:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.part("profile")
         (False, None),
         (True, (2, 3)),
         (5, (2, 5)),
+        ("5", (2, 5)),
         ("100:3", (100, 3)),
         ((7, 1), (7, 1)),
         ([7, 10], (7, 10)),
@@ -32,7 +33,9 @@ def test_steps_are_read(given: Any, read: tuple[int, int] | None) -> None:
         assert read_steps(read) == read
 
 
-@pytest.mark.parametrize("given", ["", "3", "1:2:3", "-1:3", "0:1", (2, 11), (2, True), 0, 2.0, {}])
+@pytest.mark.parametrize(
+    "given", ["", "3.0", "1:2:3", "-1:3", "0:1", (2, 11), (2, True), 0, 2.0, {}]
+)
 def test_other_values_are_refused(given: Any) -> None:
     with pytest.raises(PlanError):
         read_steps(given)

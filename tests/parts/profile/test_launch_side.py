@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.part("profile"), pytest.mark.filterwarnings("ignore")]
 TRAIN = """
 model = torch.nn.Linear(4, 2)
 def train(model, steps):
-    torch.distributed.init_process_group()
+    if not torch.distributed.is_initialized(): torch.distributed.init_process_group()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(steps):
@@ -72,6 +72,8 @@ def test_live_ranks_are_recorded_too(notebook: Notebook) -> None:
     assert not notebook.run(SETUP).ename
     assert not notebook.run("%nbtrain start -n 2").ename
     try:
+        early = "train(model, 6)\nimport sys; sys.exit(0)"
+        notebook.run(f"%%distributed --profile 2:10\n{TRAIN.strip()}\n{early}")
         out = notebook.run("%%distributed --profile\n" + TRAIN.strip() + "\ntrain(model, 8)")
         assert not out.ename, out.evalue
         assert notebook.value("[len(p.comparison.ranks) for p in nbtrain.last_run().profiles]") == [

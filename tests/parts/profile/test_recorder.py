@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import resource
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
+from nbtrain.parts.profile.ranks.recorder import Recorder
 from nbtrain.parts.profile.reading.trace import KINDS
 from nbtrain.worker import hooks
 from tests.support.looked_models import alone, batches, net
@@ -123,7 +127,7 @@ def fit_by_hand(model: nn.Module, steps: int) -> list[float]:
     """Return how long the collectives of each step took, by the clock."""
     torch.distributed.init_process_group()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    gradients, times = torch.zeros(4_000_000), []
+    gradients, times = torch.zeros(16_000_000), []
     for _ in range(steps):
         model(torch.ones(2, 4)).sum().backward()
         began = time.perf_counter()
@@ -133,6 +137,7 @@ def fit_by_hand(model: nn.Module, steps: int) -> list[float]:
     return times
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_the_time_of_collectives_is_that_of_the_clock() -> None:
     run = launch(fit_by_hand, net(), 8, n=2, profile="2:5")
@@ -190,20 +195,140 @@ def test_a_failure_while_steps_are_recorded_is_reported_as_without() -> None:
         launch(fail_at, net(), 4, n=2, profile="2:10")
 
 
-def fit_with_a_profiler(model: nn.Module, steps: int) -> int:
+def step_of(model: nn.Module) -> Any:
+    """Return a function that makes a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with torch.profiler.profile() as own:
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def profiles_itself(model: nn.Module, begin: int, steps: int, options: dict[str, int]) -> int:
+    """Record steps with a profiler of the training's own; return how many events it has."""
+    step = step_of(model)
+    for _ in range(begin):
+        step()
+    schedule = torch.profiler.schedule(**options) if options else None
+    with torch.profiler.profile(schedule=schedule) as own:
         for _ in range(steps):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-    return len(own.key_averages())
+            step()
+            own.step()
+    count = len(own.events())
+    for _ in range(5):
+        step()
+    return count
 
 
-def test_the_profiler_of_the_training_is_left_alone() -> None:
-    run = launch(fit_with_a_profiler, net(), 12, n=1, profile=True)
-    assert run.value > 3
+WAITS = {"wait": 1, "warmup": 1, "active": 3, "repeat": 1}
+WARMS = {"wait": 0, "warmup": 4, "active": 3, "repeat": 1}
+
+
+@pytest.mark.parametrize(
+    ("begin", "options"), [(0, {}), (0, WAITS), (0, WARMS), (1, {}), (2, WAITS), (3, {})]
+)
+def test_the_profiler_of_the_training_is_left_alone(begin: int, options: dict[str, int]) -> None:
+    run = launch(profiles_itself, net(), begin, 9, options, n=1, profile="2:4")
+    assert run.value > 10
     assert run.profiles == []
-    assert {f.code for f in run.state.findings} >= {"no-profile"}
+    assert "no-profile" in {f.code for f in run.state.findings}
+
+
+def fails_while_it_profiles_itself(model: nn.Module) -> None:
+    step, own = step_of(model), torch.profiler.profile()
+    step()
+    own.start()
+    step()
+    raise ValueError("of the test")
+
+
+def test_a_failure_beside_the_trainings_own_profiler_is_reported() -> None:
+    with pytest.raises(ValueError, match="of the test"):
+        launch(fails_while_it_profiles_itself, net(), n=1, profile=True)
+
+
+def steps_in_two_threads(model: nn.Module) -> int:
+    step = step_of(model)
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: [step() for _ in range(4)])
+        thread.start()
+        thread.join()
+    return 8
+
+
+def test_steps_from_several_threads_are_not_recorded() -> None:
+    run = launch(steps_in_two_threads, net(), n=1, profile="2:4")
+    assert run.value == 8
+    assert run.profiles == []
+    assert "no-profile" in {f.code for f in run.state.findings}
+
+
+def test_a_recording_that_is_due_later_is_made_also_after_another() -> None:
+    run = launch(fit, net(), 60, n=2, background=True, profile="50:2")
+    first = run.profile(steps=1)
+    run.wait()
+    assert [p.folder for p in run.profiles] == [first.folder, run.folder / "profiles/step-00000051"]
+    assert not run.state.findings
+
+
+@pytest.mark.parametrize("name", ["_start", "_end"])
+def test_what_fails_in_a_recording_ends_it_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("of the test")
+
+    monkeypatch.setattr(Recorder, name, fail)
+    run = launch(fit, net(), n=2, background=True)
+    with pytest.raises(NbtrainError, match="of the test"):
+        run.profile()
+    assert not run.state.is_over
+    run.turn(lr=1e-4)  # other requests are carried out as before
+    finish(run)
+
+
+def fit_with_small_files(model: nn.Module, steps: int) -> int:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return fit(model, steps)
+
+
+def test_a_disk_that_is_full_costs_only_the_profile() -> None:
+    run = launch(fit_with_small_files, net(), 12, n=2, profile=True)
+    assert run.results == [12, 12]
+    assert run.profiles == []
+    assert [f.code for f in run.state.findings].count("no-profile") == 1
+    left = {path.name.rpartition(".")[2] for path in run.folder.glob("profiles/*/.*")}
+    assert left == set()
+
+
+def fit_beside_collectives(model: nn.Module, steps: int) -> None:
+    """Sum something up beside Python, which takes longer; nobody waits."""
+    torch.distributed.init_process_group()
+    step, numbers = step_of(model), torch.zeros(10)
+    for _ in range(steps):
+        if nbtrain.rank() == 1:
+            time.sleep(0.02)
+        work = torch.distributed.all_reduce(numbers, async_op=True)
+        time.sleep(0.1 if nbtrain.rank() == 0 else 0.08)
+        work.wait()
+        step()
+
+
+def test_a_collective_beside_python_is_not_waited_for() -> None:
+    run = launch(fit_beside_collectives, net(), 6, n=2, profile=True)
+    (profile,) = run.profiles
+    assert profile.advice.code == "waits-for-python"
+    for rank in profile.comparison.ranks:
+        shares = profile.comparison.shares(rank)
+        assert shares["python"] > shares["communication"]
+
+
+def test_ranks_in_the_kernel_are_not_recorded() -> None:
+    with pytest.raises(PlanError):
+        launch(alone, net(), profile=True, engine="inline")
 
 
 def test_what_a_training_computes_is_the_same(tmp_path: Path) -> None:
@@ -227,7 +352,7 @@ def test_trainers_are_recorded_unchanged(kind: str, tmp_path: Path) -> None:
     assert check_steps(run.profiles[0], 2, 3) == [5, 6, 7]
 
 
-@pytest.mark.parametrize("profile", ["3", "0:3", "2:11", "2:0", (1, 2, 3), 0, 11, 1.5, "a:b"])
+@pytest.mark.parametrize("profile", ["-3", "0:3", "2:11", "2:0", (1, 2, 3), 0, 11, 1.5, "a:b"])
 def test_steps_that_cannot_be_are_refused(profile: Any) -> None:
     with pytest.raises(PlanError):
         launch(alone, net(), profile=profile)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 import os
-import socket
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +19,26 @@ from ....part_api import (
     RankSide,
     hooks,
     patch,
+    undo_later,
     write_atomically,
 )
 from ....part_api import events as ev
-from ..files import Request, failure_file, folder_of, summary_file, trace_file
+from ..files import Request, failure_file, folder_of
 from ..limits import MAX_SAMPLES, SAMPLE_INTERVAL_S, WARMUP_STEPS
-from ..reading.trace import BACKWARD, Sample, read_trace
+from ..reading.trace import BACKWARD, WAIT, Sample
+from . import summary
 from .sampler import Sampler
+
+_OTHER_PROFILER = "the training uses a profiler of its own"
+_OTHER_THREAD = "the steps of the training come from several threads"
 
 
 class Recorder(Observer):
     """Records steps of one task, at its start or when all ranks have agreed on a step.
 
     It counts and records steps as nbtrain does: optimizers that step in turn make one step. Without
-    a request it is not notified of any event.
+    a request it is not notified of any event. Whatever fails here ends the recording, and not the
+    training.
     """
 
     purpose = "profile"
@@ -45,13 +48,19 @@ class Recorder(Observer):
         self._due = at_start
         self._request: Request | None = None
         self._session: Any = None
+        self._thread = 0
+        """The one that has started the session: torch's profiler belongs to a thread."""
         self._sampler = Sampler(SAMPLE_INTERVAL_S, MAX_SAMPLES)
-        self._writer: threading.Thread | None = None
+        self._writers: list[threading.Thread] = []
         self._last_steps = self._first_step = 0
         self._before = 0
         """Steps of earlier attempts, which `_first_step` does not count."""
+        self._others: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Sessions of the training's own profilers that are prepared or recording."""
         if at_start is not None:
             hooks.add(self, hooks.notify.on_step)
+        patch("torch.autograd.profiler:profile", "_prepare_trace", self._prepare_other)
+        patch("torch.autograd.profiler:profile", "__exit__", self._exit_other)
 
     def prepare(self, values: Mapping[str, Any], optimizer: Any) -> str:
         """Return why steps cannot be recorded now, for people; "" if they can."""
@@ -60,8 +69,8 @@ class Recorder(Observer):
             return "steps are being recorded already"
         if self._context.job.device in ("xla", "tpu"):
             return "torch.profiler does not see a TPU. Use torch_xla.debug.profiler"
-        if torch.autograd._profiler_enabled():
-            return "the training uses a profiler of its own"
+        if self._others or torch.autograd._profiler_enabled():
+            return _OTHER_PROFILER
         return ""
 
     def apply(self, values: Mapping[str, Any], step: int) -> None:
@@ -78,24 +87,32 @@ class Recorder(Observer):
             return
         self._last_steps = steps
         if self._request is not None:
-            self._continue(steps)
+            self._continue(steps, self._request)
         elif self._due is not None and steps >= max(1, self._due.start - WARMUP_STEPS):
             due, self._due = self._due, None
             if refusal := self.prepare({}, optimizer):
-                self._fail(refusal)
+                self._report(refusal)
             else:
                 self._begin(due, max(0, due.start - steps))
 
     def _begin(self, request: Request, warmup_steps: int) -> None:
         """Start the profiler, which records after some more steps."""
+        self._last_steps = self._context.figures.steps
+        self._first_step = self._last_steps + warmup_steps + 1
+        self._request, self._thread = request, threading.get_ident()
+        try:
+            self._start(request, warmup_steps)
+        except Exception as error:  # of another version, or another profiler of this process
+            self._abandon(f"{type(error).__name__}: {error}")
+
+    def _start(self, request: Request, warmup_steps: int) -> None:
+        """Do what `_begin` does. Raises what torch raises."""
         from torch import profiler
 
         # Kineto prints each start and end of a recording at its default level.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        patch("torch.autograd", "backward", self._backward)
-        self._last_steps = self._context.figures.steps
-        self._first_step = self._last_steps + warmup_steps + 1
-        self._request = request
+        patch("torch.autograd", "backward", self._annotate(BACKWARD))
+        patch("torch._C._distributed_c10d:Work", "wait", self._annotate(WAIT))
         self._session = profiler.profile(
             activities=_activities(profiler),
             schedule=profiler.schedule(wait=0, warmup=warmup_steps, active=request.steps, repeat=1),
@@ -107,9 +124,12 @@ class Recorder(Observer):
         if not warmup_steps:
             self._sampler.start()
 
-    def _continue(self, steps: int) -> None:
+    def _continue(self, steps: int, request: Request) -> None:
         """Pass a step on to the profiler, which ends the recording after the last one."""
-        is_last = steps == self._first_step + self._request_steps - 1
+        if threading.get_ident() != self._thread:
+            self._abandon(_OTHER_THREAD)
+            return
+        is_last = steps == self._first_step + request.steps - 1
         if steps == self._first_step - 1:
             self._sampler.start()
         if is_last:
@@ -117,82 +137,118 @@ class Recorder(Observer):
             hooks.notify.on_phase("saving")
         try:
             self._session.step()
+        except Exception as error:
+            self._abandon(f"{type(error).__name__}: {error}")
         finally:
             if is_last:
                 hooks.notify.on_phase("")
 
-    @property
-    def _request_steps(self) -> int:
-        return self._request.steps if self._request is not None else 0
+    def _annotate(self, name: str) -> Any:
+        """Return a patch that calls a function inside an annotation while steps are recorded."""
 
-    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call backward; while steps are recorded, inside an annotation."""
-        if self._request is None:
-            return original(*args, **kwargs)
-        from torch.autograd.profiler import record_function
+        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._request is None:
+                return original(*args, **kwargs)
+            from torch.autograd.profiler import record_function
 
-        with record_function(BACKWARD):
-            return original(*args, **kwargs)
+            with record_function(name):
+                return original(*args, **kwargs)
+
+        return call
+
+    def _prepare_other(self, original: Any, profile: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a profiler; before one of the training, end the recording: torch has only one."""
+        if self._session is None or getattr(self._session, "profiler", None) is not profile:
+            self._others.add(profile)
+            if self._request is not None:
+                self._abandon(_OTHER_PROFILER)
+        return original(profile, *args, **kwargs)
+
+    def _exit_other(self, original: Any, profile: Any, *args: Any, **kwargs: Any) -> Any:
+        self._others.discard(profile)
+        return original(profile, *args, **kwargs)
 
     def _end(self, session: Any) -> None:
         """Have a thread write what was recorded, while the training continues."""
-        hooks.drop(self, hooks.notify.on_step)
-        self._session = self._request = None
-        arguments = session, self._first_step, self._sampler.samples
-        self._writer = threading.Thread(target=self._save, args=arguments, name="nbtrain-profile")
-        self._writer.start()
+        folder, first = self._folder(), self._before + self._first_step
+        self._drop()
+        arguments = session, folder, first, self._sampler.samples
+        writer = threading.Thread(target=self._save, args=arguments, name="nbtrain-profile")
+        self._writers.append(writer)
+        writer.start()
 
-    def _save(self, session: Any, first_step: int, samples: list[Sample]) -> None:
-        """Write the trace and its summary, the summary last: with it the recording is complete."""
-        context, folder = self._context, self._folder(first_step)
-        rank = context.rank
-        plain = folder / f".rank-{rank:04d}.json"
+    def _drop(self) -> None:
+        """Forget the session, and be notified of steps only if another recording is due."""
+        self._session = self._request = None
+        self._sampler.stop()
+        if self._due is None:
+            hooks.drop(self, hooks.notify.on_step)
+
+    def _save(self, session: Any, folder: Path, first: int, samples: Sequence[Sample]) -> None:
+        """Write what was recorded; another process reads it."""
+        rank = self._context.rank
+        trace = folder / f".rank-{rank:04d}.json"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            session.export_chrome_trace(str(plain))
-            trace = plain.read_bytes()
-            write_atomically(trace_file(folder, rank), gzip.compress(trace, 1))
-            summary = read_trace(
-                json.loads(trace), rank, first_step + self._before, samples, socket.gethostname()
-            )
-            record = {"world_size": context.world_size, **asdict(summary)}
-            write_atomically(summary_file(folder, rank), json.dumps(record).encode())
-        except Exception as error:  # a full disk, or a trace that this torch writes otherwise
+            if getattr(session.profiler, "kineto_results", None) is None:
+                raise RuntimeError(_OTHER_PROFILER)
+            session.export_chrome_trace(str(trace))
+            if not trace.exists():  # torch raises nothing
+                raise RuntimeError("its trace could not be written. The disk may be full")
+            summary.write_samples(trace, samples)
+            summary.summarize(folder, rank, first, self._context.world_size, trace)
+        except OSError as error:
             LOGGER.info("the profile was not saved", exc_info=True)
-            self._fail(f"{type(error).__name__}: {error}", first_step)
+            self._report(f"its trace could not be written ({error.strerror})", folder)
+        except Exception as error:  # a trace that this torch writes otherwise
+            LOGGER.info("the profile was not saved", exc_info=True)
+            self._report(str(error), folder)
         finally:
-            plain.unlink(missing_ok=True)
+            summary.delete(trace)
 
-    def _folder(self, first_step: int) -> Path:
+    def _folder(self) -> Path:
         job = self._context.job
-        return folder_of(job.folder, job.attempt, self._before + first_step)
+        return folder_of(job.folder, job.attempt, self._before + self._first_step)
 
-    def _fail(self, reason: str, first_step: int | None = None) -> None:
+    def _report(self, reason: str, folder: Path | None = None) -> None:
         """Report to the user, and to the process that waits, why there is no profile."""
-        if first_step is not None:
-            folder = self._folder(first_step)
+        if folder is not None:
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_atomically(failure_file(folder, self._context.rank), reason.encode())
-        note = f"Rank {self._context.global_rank} has recorded no profile: {reason}."
+        note = f"No profile was recorded: {reason}."
         self._context.writer.write(ev.RunNote.of(Finding("no-profile", note)))
 
-    def finish(self, is_failure: bool = False) -> None:
-        """End a recording that the training has ended too early for, and wait for the writer."""
-        due, self._due = self._due, None
-        session, request = self._session, self._request
-        self._session = self._request = None
-        self._sampler.stop()
-        if session is not None:
+    def _abandon(self, reason: str, is_failure: bool = False) -> None:
+        """End the recording without a profile, and report why if there is a reason."""
+        session, folder = self._session, self._folder()
+        self._drop()
+        # After a failure on a GPU, the end of a session could wait for a peer that has died.
+        is_stuck = is_failure and sys.modules["torch"].cuda.is_initialized()
+        if session is not None and threading.get_ident() == self._thread and not is_stuck:
             session.on_trace_ready = lambda _: None
-            session.stop()
-        if not is_failure and (due or request) is not None:
-            made = self._context.figures.steps
-            first = self._first_step if request is not None else None
-            reason = f"the training ended after step {made:,}, before the recorded steps did"
-            self._fail(reason, first)
-        if self._writer is not None:
-            self._writer.join()
+            try:
+                session.stop()
+            except Exception:  # another profiler has ended it
+                LOGGER.info("a profiler could not be ended", exc_info=True)
+        if reason:
+            self._report(reason, folder)
+
+    def finish(self, is_failure: bool = False) -> None:
+        """End a recording that the training has ended too early for."""
+        due, self._due = self._due, None
+        made = self._context.figures.steps
+        reason = f"the training ended after step {made:,}, before the recorded steps did"
+        if self._request is not None:
+            self._abandon("" if is_failure else reason, is_failure)
+        elif due is not None and not is_failure:
+            self._report(reason)
+
+    def wait(self) -> None:
+        """Wait until what was recorded is saved. An interrupt gives the profile up."""
+        with contextlib.suppress(KeyboardInterrupt):  # the task has returned: nothing else ends
+            for writer in self._writers:
+                writer.join()
 
 
 def _activities(profiler: Any) -> list[Any]:
@@ -207,13 +263,15 @@ class ProfileRank(RankSide):
 
     def begin(self, context: RankContext) -> None:
         """Prepare to record the steps that the launch or a request names."""
-        self._recorder = Recorder(context, Request.read_plan(context.job.plan))
-        context.step_actions["profile"] = self._recorder
+        self._recorder = recorder = Recorder(context, Request.read_plan(context.job.plan))
+        context.step_actions["profile"] = recorder
+        undo_later(lambda: recorder.finish(is_failure=True))  # however the task ends
 
     def finish_task(self, context: RankContext) -> None:
         """End what is being recorded, and wait until it is saved."""
         if self._recorder is not None:
             self._recorder.finish()
+            self._recorder.wait()
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
         """End what is being recorded, so that the failure is reported as without it."""

@@ -74,15 +74,19 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     slow, others = compared.ranks[late], [r for i, r in enumerate(compared.ranks) if i != late]
     waits = [wait for i, wait in enumerate(compared.waits_s) if i != late]
     saving = fmean(waits) / compared.step_s
+
+    def usual_s(kinds: tuple[str, ...]) -> float:
+        return median(compared.median_s(rank, *kinds) for rank in others)
+
     excess = {
-        kinds: compared.mean_s(slow, *kinds) - median(compared.mean_s(r, *kinds) for r in others)
+        kinds: compared.median_s(slow, *kinds) - usual_s(kinds)
         for kinds in (("data",), ("forward", "backward"), ("optimizer",), ("python",))
     }
     kinds = max(excess, key=excess.__getitem__)
     if excess[kinds] < fmean(waits) / 2:  # it comes later for a reason that was not recorded
         return None
-    own = format_time(compared.mean_s(slow, *kinds))
-    usual = format_time(median(compared.mean_s(r, *kinds) for r in others))
+    own = format_time(compared.median_s(slow, *kinds))
+    usual = format_time(usual_s(kinds))
     names = _RANK_TEXTS[kinds[0]]
     text = (
         f"The others wait for rank {slow.rank}, {format_share(saving)} of each step: it takes "
@@ -151,8 +155,8 @@ _RANK_TEXTS = {
 
 def _loader(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about a loader that all ranks wait for."""
-    saving = fmean(compared.shares(rank)["data"] for rank in compared.ranks)
-    slowest = max(compared.ranks, key=lambda rank: compared.shares(rank)["data"])
+    saving = fmean(compared.usual_share(rank, "data") for rank in compared.ranks)
+    slowest = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "data"))
     text = f"The ranks wait for batches {format_share(saving)} of each step."
     if slowest.loader.startswith("_MultiProcessing"):
         do = f"The workers of the DataLoader are too slow. {_MORE_WORKERS}"
@@ -171,7 +175,7 @@ def _communication(compared: Comparison) -> Advice | None:
     if len(compared.ranks) < 2:
         return None
     exposed = [
-        max(0.0, compared.mean_s(rank, "communication") - wait)
+        max(0.0, compared.median_s(rank, "communication") - wait)
         for rank, wait in zip(compared.ranks, compared.waits_s, strict=True)
     ]
     saving = fmean(exposed) / compared.step_s
@@ -199,8 +203,8 @@ _LESS = (
 
 def _python(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about time when only Python runs, and the GPU is idle."""
-    saving = fmean(compared.shares(rank)["python"] for rank in compared.ranks)
-    worst = max(compared.ranks, key=lambda rank: compared.shares(rank)["python"])
+    saving = fmean(compared.usual_share(rank, "python") for rank in compared.ranks)
+    worst = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "python"))
     where = place.most(worst, "python")
     at = f", most of it in {where}" if where else ""
     if not worst.has_gpu:
@@ -229,7 +233,7 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
 
 def _optimizer(compared: Comparison) -> Advice | None:
     """Advise about an optimizer that takes much of a step; a fused one takes half, or less."""
-    share = fmean(compared.shares(rank)["optimizer"] for rank in compared.ranks)
+    share = fmean(compared.usual_share(rank, "optimizer") for rank in compared.ranks)
     names = [op.name for rank in compared.ranks for op in rank.operations]
     if any("_fused_" in name or "multi_tensor" in name for name in names):
         return None

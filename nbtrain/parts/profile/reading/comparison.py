@@ -42,8 +42,8 @@ class Comparison:
 
     @cached_property
     def step_s(self) -> float:
-        """The mean step of the slowest rank, in seconds."""
-        return max(fmean(s.end - s.begin for s in rank.steps) for rank in self.ranks) / 1e9
+        """The median step of the slowest rank, in seconds."""
+        return max(self.median_s(rank, *KINDS) for rank in self.ranks)
 
     @cached_property
     def typical(self) -> int:
@@ -58,8 +58,16 @@ class Comparison:
         return {kind: sum(s.parts_ns[kind] for s in rank.steps) / whole for kind in KINDS}
 
     def mean_s(self, rank: RankProfile, *kinds: str) -> float:
-        """Return the seconds of some kinds in a rank's mean step."""
+        """Return the seconds of some kinds in a rank's steps: the mean."""
         return fmean(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
+
+    def median_s(self, rank: RankProfile, *kinds: str) -> float:
+        """Return the seconds of some kinds in a rank's steps: the median, without rare delays."""
+        return median(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
+
+    def usual_share(self, rank: RankProfile, *kinds: str) -> float:
+        """Return the share of a rank's median step that some kinds take."""
+        return self.median_s(rank, *kinds) / self.median_s(rank, *KINDS)
 
     @cached_property
     def same_collectives(self) -> list[tuple[Collective, ...]]:
@@ -113,9 +121,11 @@ class Comparison:
 
     @cached_property
     def waits_s(self) -> list[float]:
-        """How long each rank waits in a mean step for ranks that come later to a collective."""
-        steps = len(self.ranks[0].steps)
-        return [total(self.find_waits(i)) / steps / 1e9 for i in range(len(self.ranks))]
+        """How long each rank waits for ranks that come later to a collective: the median step."""
+        return [
+            median(total(intersect(waits, [(step.begin, step.end)])) / 1e9 for step in rank.steps)
+            for rank, waits in ((r, self.find_waits(i)) for i, r in enumerate(self.ranks))
+        ]
 
     def find_waits(self, index: int) -> list[Interval]:
         """Return when a rank waits for ranks that come later, by the clock of its host."""

@@ -4,9 +4,9 @@ A trace has operations (`cpu_op`), kernels of a GPU, and annotations: the steps,
 optimizers do, and the collectives of gloo. Kernels whose names begin with `nccl` are collectives,
 too. What an instant of a step is spent on is the first of these that applies:
 
-- A CPU rank: a collective runs while no operation does and no batch is fetched (the rank waits for
-  it); a batch is fetched; the optimizer's step; backward; an operation outside of these (forward);
-  only Python runs.
+- A CPU rank: a collective runs while no operation does and no batch is fetched, inside of a call
+  that waits for it; a batch is fetched; the optimizer's step; backward; an operation outside of
+  these (forward); only Python runs.
 - A GPU rank: a kernel runs, for what the operation is a part of that launched it; a collective's
   kernel runs alone; the GPU is idle because a batch is fetched, or because it waits for Python.
 """
@@ -25,6 +25,9 @@ KINDS = ("data", "forward", "backward", "optimizer", "communication", "python")
 
 BACKWARD = "nbtrain: backward"
 """The annotation of a call of backward. torch itself adds no such annotation."""
+
+WAIT = "nbtrain: wait"
+"""The annotation of a call that waits for a collective, which torch itself does not add."""
 
 LANE_BINS = 400
 """Parts of a step in `Step.lane`, enough for a picture as wide as a page."""
@@ -165,6 +168,8 @@ def read_trace(
 
 _LOADER = "enumerate(DataLoader)#"
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "hipStreamSynchronize")
+_COLLECTIVE_OPERATIONS = ("c10d::", "_c10d_functional::")
+_DDP_FORWARD = "DistributedDataParallel.forward"
 _GLOO = ("gloo:", "mpi:", "ucc:")
 
 
@@ -192,12 +197,14 @@ def _read_events(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def _find_regions(events: Sequence[Event]) -> dict[str, list[Interval]]:
-    """Return when a batch was fetched, and when backward and the optimizer ran."""
+    """Return when a batch was fetched, when backward and the optimizer ran, and calls that wait."""
     found = defaultdict[str, list[Interval]](list)
     for event in events:
         if event.category == "user_annotation":
             if event.name.startswith(_LOADER):
                 found["data"].append((event.begin, event.end))
+            elif event.name == WAIT or event.name.startswith(_DDP_FORWARD):
+                found["wait"].append((event.begin, event.end))
             elif event.name == BACKWARD:
                 found["backward"].append((event.begin, event.end))
             elif event.name.startswith("Optimizer."):
@@ -219,11 +226,13 @@ def _read_cpu(
     operations = merge(
         (e.begin, e.end)
         for e in events
-        if e.category == "cpu_op" and not e.name.startswith("c10d::")
+        if e.category == "cpu_op" and not e.name.startswith(_COLLECTIVE_OPERATIONS)
     )
     data = regions.get("data", [])
     busy = merge([*operations, *data])
-    waiting = subtract(merge((e.begin, e.end) for e in found), busy)
+    # DDP and sharded models wait inside of backward, and some optimizers in their step.
+    calls = merge(i for kind in ("wait", "backward", "optimizer") for i in regions.get(kind, []))
+    waiting = intersect(subtract(merge((e.begin, e.end) for e in found), busy), calls)
     layers = [
         ("communication", waiting),
         *((kind, regions.get(kind, [])) for kind in ("data", "optimizer", "backward")),

@@ -1,0 +1,80 @@
+"""Reads the trace of a rank in a process of its own, because Python would hold up the training.
+
+For 10,000 operations a step, reading in a thread made the next steps six times as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ....part_api import interpreter_command, write_atomically
+from ..files import summary_file, trace_file
+from ..reading.trace import Sample, read_trace
+
+
+def summarize(folder: Path, rank: int, first_step: int, world_size: int, trace: Path) -> None:
+    """Have a new process write the trace and the summary of a rank; wait for it.
+
+    `trace` is the exported file, and beside it are the samples. Raises `OSError`, or `RuntimeError`
+    with the last line of the process's error.
+    """
+    order = {
+        "path": sys.path,
+        "folder": str(folder),
+        "rank": rank,
+        "first_step": first_step,
+        "world_size": world_size,
+        "trace": str(trace),
+    }
+    command = interpreter_command(__name__, order)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    try:
+        _, errors = process.communicate()
+    except BaseException:  # an interrupt: the rank is asked to stop
+        process.kill()
+        process.wait()
+        raise
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
+
+
+def write_samples(trace: Path, samples: Sequence[Sample]) -> None:
+    """Write samples beside a trace. Raises `OSError`."""
+    _samples_of(trace).write_text(json.dumps([[s.time_ns, s.line] for s in samples]))
+
+
+def delete(trace: Path) -> None:
+    """Delete an exported trace, what is beside it, and what torch has left of it."""
+    for path in (trace, _samples_of(trace), Path(f"{trace}.tmp")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _samples_of(trace: Path) -> Path:
+    return trace.with_suffix(".samples")
+
+
+def main(order: Mapping[str, Any]) -> None:
+    """Write the trace and the summary, the summary last: with it the recording is complete."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    folder, rank, plain = Path(order["folder"]), order["rank"], Path(order["trace"])
+    data = plain.read_bytes()
+    samples = [Sample(*each) for each in json.loads(_samples_of(plain).read_text())]
+    summary = read_trace(json.loads(data), rank, order["first_step"], samples, socket.gethostname())
+    write_atomically(trace_file(folder, rank), gzip.compress(data, 1))
+    record = {"world_size": order["world_size"], **asdict(summary)}
+    write_atomically(summary_file(folder, rank), json.dumps(record).encode())
