@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbtrain.parts.profile.reading.trace import WAIT
+
 Record = dict[str, Any]
 
 BASE_NS = 1_700_000_000_000_000_000
@@ -33,6 +35,11 @@ def operation(name: str, begin: float, end: float, tid: int = 1, **args: Any) ->
 def all_reduce(begin: float, end: float, tid: int = 2, **args: Any) -> Record:
     """Return a collective of gloo."""
     return note("gloo:all_reduce", begin, end, tid, **args)
+
+
+def waited_for(begin: float, end: float, **args: Any) -> tuple[Record, Record]:
+    """Return a collective of gloo, and the call of the training thread that waits for it."""
+    return all_reduce(begin, end, **args), note(WAIT, begin, end)
 
 
 def launch(correlation: int, begin: float, name: str = "cudaLaunchKernel") -> Record:
