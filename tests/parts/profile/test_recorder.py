@@ -7,6 +7,7 @@ import json
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ import nbtrain
 from nbtrain.errors import NbtrainError, PlanError
 from nbtrain.parts.profile.ranks.recorder import Recorder
 from nbtrain.parts.profile.reading.trace import KINDS
+from nbtrain.system import instrumentation
 from nbtrain.worker import hooks
 from tests.support.looked_models import alone, batches, net
 from tests.support.runs import launch
@@ -83,6 +85,7 @@ def test_a_launch_records_the_steps_that_it_names(engine: str) -> None:
     assert (rows["backward"] > 0).all()
     assert (rows["optimizer"] > 0).all()
     assert {"all_reduce"} <= {each.name for each in profile.comparison.traffic}
+    assert [path.name for path in profile.folder.iterdir() if path.name.startswith(".")] == []
     with gzip.open(profile.folder / "rank-0001.trace.json.gz") as file:
         assert json.load(file)["distributedInfo"]["rank"] == 1
 
@@ -324,6 +327,52 @@ def test_a_collective_beside_python_is_not_waited_for() -> None:
     for rank in profile.comparison.ranks:
         shares = profile.comparison.shares(rank)
         assert shares["python"] > shares["communication"]
+
+
+def fit_by_functional_collectives(model: nn.Module, steps: int) -> None:
+    """Sum gradients up as DTensor does, with a rank that comes late."""
+    from torch.distributed import _functional_collectives as functional
+
+    torch.distributed.init_process_group()
+    step, numbers = step_of(model), torch.zeros(10)
+    for _ in range(steps):
+        if nbtrain.rank() == 1:
+            time.sleep(0.1)
+        total = functional.all_reduce(numbers, "sum", torch.distributed.group.WORLD)
+        assert (total + 1 > 0).all()
+        step()
+
+
+def test_functional_collectives_are_waited_for() -> None:
+    (profile,) = launch(fit_by_functional_collectives, net(), 6, n=2, profile=True).profiles
+    assert profile.comparison.late_rank == 1
+    assert profile.advice.rank == 1
+    assert profile.comparison.shares(profile.comparison.ranks[0])["communication"] > 0.5
+
+
+def fit_and_list_patches(model: nn.Module) -> list[str]:
+    fit(model)
+    return [each.name for each in instrumentation.patches() if "profile" in each.by]
+
+
+def test_patches_are_made_once() -> None:
+    run = launch(fit_and_list_patches, net(), n=1, background=True)
+    for _ in range(3):
+        run.profile(steps=1)
+    finish(run)
+    assert run.value.count("backward") == 1
+    assert run.value.count("wait") == 1
+
+
+def test_modules_of_the_users_folder_are_not_imported_to_read_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "dataclasses", "gzip"):
+        (tmp_path / f"{name}.py").write_text("raise ValueError('of the user')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path, tmp_path])
+    run = launch(fit, net(), 8, n=1, profile=True)
+    assert check_steps(run.profiles[0], 1, 3) == [3, 4, 5]
 
 
 def test_ranks_in_the_kernel_are_not_recorded() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -30,6 +31,8 @@ from . import summary
 from .sampler import Sampler
 
 _OTHER_PROFILER = "the training uses a profiler of its own"
+_PROFILERS = {"profile": "_prepare_trace", "emit_itt": "__enter__", "emit_nvtx": "__enter__"}
+"""What of torch records, with the method that begins. Only one can at a time."""
 _OTHER_THREAD = "the steps of the training come from several threads"
 
 
@@ -48,10 +51,15 @@ class Recorder(Observer):
         self._due = at_start
         self._request: Request | None = None
         self._session: Any = None
-        self._thread = 0
-        """The one that has started the session: torch's profiler belongs to a thread."""
+        self._thread: threading.Thread | None = None
+        """The one that has started the session: torch's profiler belongs to a thread. Its number
+        would be that of a later thread, too."""
         self._sampler = Sampler(SAMPLE_INTERVAL_S, MAX_SAMPLES)
         self._writers: list[threading.Thread] = []
+        self._reader: subprocess.Popen[bytes] | None = None
+        """The process that reads the last trace."""
+        self._left: Any = None
+        """A session that only the thread `_thread` can end."""
         self._last_steps = self._first_step = 0
         self._before = 0
         """Steps of earlier attempts, which `_first_step` does not count."""
@@ -59,8 +67,11 @@ class Recorder(Observer):
         """Sessions of the training's own profilers that are prepared or recording."""
         if at_start is not None:
             hooks.add(self, hooks.notify.on_step)
-        patch("torch.autograd.profiler:profile", "_prepare_trace", self._prepare_other)
-        patch("torch.autograd.profiler:profile", "__exit__", self._exit_other)
+        # Made once: a patch by the same function is applied once.
+        self._in_backward, self._in_wait = self._annotate(BACKWARD), self._annotate(WAIT)
+        for name, begin in _PROFILERS.items():
+            patch(f"torch.autograd.profiler:{name}", begin, self._prepare_other)
+            patch(f"torch.autograd.profiler:{name}", "__exit__", self._exit_other)
 
     def prepare(self, values: Mapping[str, Any], optimizer: Any) -> str:
         """Return why steps cannot be recorded now, for people; "" if they can."""
@@ -99,7 +110,7 @@ class Recorder(Observer):
         """Start the profiler, which records after some more steps."""
         self._last_steps = self._context.figures.steps
         self._first_step = self._last_steps + warmup_steps + 1
-        self._request, self._thread = request, threading.get_ident()
+        self._request, self._thread = request, threading.current_thread()
         try:
             self._start(request, warmup_steps)
         except Exception as error:  # of another version, or another profiler of this process
@@ -111,8 +122,8 @@ class Recorder(Observer):
 
         # Kineto prints each start and end of a recording at its default level.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        patch("torch.autograd", "backward", self._annotate(BACKWARD))
-        patch("torch._C._distributed_c10d:Work", "wait", self._annotate(WAIT))
+        patch("torch.autograd", "backward", self._in_backward)
+        patch("torch._C._distributed_c10d:Work", "wait", self._in_wait)
         self._session = profiler.profile(
             activities=_activities(profiler),
             schedule=profiler.schedule(wait=0, warmup=warmup_steps, active=request.steps, repeat=1),
@@ -126,7 +137,8 @@ class Recorder(Observer):
 
     def _continue(self, steps: int, request: Request) -> None:
         """Pass a step on to the profiler, which ends the recording after the last one."""
-        if threading.get_ident() != self._thread:
+        if threading.current_thread() is not self._thread:
+            self._left = self._session
             self._abandon(_OTHER_THREAD)
             return
         is_last = steps == self._first_step + request.steps - 1
@@ -137,7 +149,8 @@ class Recorder(Observer):
             hooks.notify.on_phase("saving")
         try:
             self._session.step()
-        except Exception as error:
+        except Exception as error:  # to end the session could end that of another profiler
+            self._session = None
             self._abandon(f"{type(error).__name__}: {error}")
         finally:
             if is_last:
@@ -173,9 +186,15 @@ class Recorder(Observer):
         folder, first = self._folder(), self._before + self._first_step
         self._drop()
         arguments = session, folder, first, self._sampler.samples
-        writer = threading.Thread(target=self._save, args=arguments, name="nbtrain-profile")
-        self._writers.append(writer)
-        writer.start()
+        writer = threading.Thread(
+            target=self._save, args=arguments, name="nbtrain-profile", daemon=True
+        )
+        try:
+            writer.start()
+        except RuntimeError as error:  # the process cannot start a thread
+            self._report(str(error), folder)
+        else:
+            self._writers.append(writer)
 
     def _drop(self) -> None:
         """Forget the session, and be notified of steps only if another recording is due."""
@@ -186,8 +205,9 @@ class Recorder(Observer):
 
     def _save(self, session: Any, folder: Path, first: int, samples: Sequence[Sample]) -> None:
         """Write what was recorded; another process reads it."""
-        rank = self._context.rank
-        trace = folder / f".rank-{rank:04d}.json"
+        rank, job = self._context.rank, self._context.job
+        # In a folder that the launcher deletes, also if the rank is killed.
+        trace = Path(job.scratch or folder) / f".rank-{rank:04d}-{first}.json"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if getattr(session.profiler, "kineto_results", None) is None:
@@ -196,7 +216,8 @@ class Recorder(Observer):
             if not trace.exists():  # torch raises nothing
                 raise RuntimeError("its trace could not be written. The disk may be full")
             summary.write_samples(trace, samples)
-            summary.summarize(folder, rank, first, self._context.world_size, trace)
+            self._reader = summary.start(folder, rank, first, self._context.world_size, trace)
+            summary.wait(self._reader)
         except OSError as error:
             LOGGER.info("the profile was not saved", exc_info=True)
             self._report(f"its trace could not be written ({error.strerror})", folder)
@@ -216,7 +237,7 @@ class Recorder(Observer):
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_atomically(failure_file(folder, self._context.rank), reason.encode())
-        note = f"No profile was recorded: {reason}."
+        note = f"No profile was recorded: {reason.rstrip('.')}."
         self._context.writer.write(ev.RunNote.of(Finding("no-profile", note)))
 
     def _abandon(self, reason: str, is_failure: bool = False) -> None:
@@ -225,7 +246,7 @@ class Recorder(Observer):
         self._drop()
         # After a failure on a GPU, the end of a session could wait for a peer that has died.
         is_stuck = is_failure and sys.modules["torch"].cuda.is_initialized()
-        if session is not None and threading.get_ident() == self._thread and not is_stuck:
+        if session is not None and threading.current_thread() is self._thread and not is_stuck:
             session.on_trace_ready = lambda _: None
             try:
                 session.stop()
@@ -237,6 +258,13 @@ class Recorder(Observer):
     def finish(self, is_failure: bool = False) -> None:
         """End a recording that the training has ended too early for."""
         due, self._due = self._due, None
+        if self._left is not None and threading.current_thread() is self._thread:
+            with contextlib.suppress(Exception):  # it has been ended
+                self._left.on_trace_ready = lambda _: None
+                self._left.stop()
+            self._left = None
+        if is_failure and self._reader is not None:
+            self._reader.kill()
         made = self._context.figures.steps
         reason = f"the training ended after step {made:,}, before the recorded steps did"
         if self._request is not None:
@@ -246,9 +274,12 @@ class Recorder(Observer):
 
     def wait(self) -> None:
         """Wait until what was recorded is saved. An interrupt gives the profile up."""
-        with contextlib.suppress(KeyboardInterrupt):  # the task has returned: nothing else ends
+        try:
             for writer in self._writers:
                 writer.join()
+        except KeyboardInterrupt:  # the task has returned, so there is nothing else to end
+            if self._reader is not None:
+                self._reader.kill()
 
 
 def _activities(profiler: Any) -> list[Any]:

@@ -17,35 +17,44 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ....part_api import interpreter_command, write_atomically
+from ....part_api import write_atomically
 from ..files import summary_file, trace_file
 from ..reading.trace import Sample, read_trace
 
+_READ = """
+import json, sys
+order = json.loads(sys.argv[1])
+sys.path.append(order["root"])
+from nbtrain.parts.profile.ranks.summary import main
+main(order)
+"""
 
-def summarize(folder: Path, rank: int, first_step: int, world_size: int, trace: Path) -> None:
-    """Have a new process write the trace and the summary of a rank; wait for it.
 
-    `trace` is the exported file, and beside it are the samples. Raises `OSError`, or `RuntimeError`
-    with the last line of the process's error.
+def start(
+    folder: Path, rank: int, first_step: int, world_size: int, trace: Path
+) -> subprocess.Popen[bytes]:
+    """Start a process that writes the trace and the summary of a rank.
+
+    `trace` is the exported file, and beside it are the samples. The process imports nothing from
+    the user's folders: a module of the name `json` may be there. Raises `OSError`.
     """
     order = {
-        "path": sys.path,
+        "root": str(Path(__file__).parents[4]),
         "folder": str(folder),
         "rank": rank,
         "first_step": first_step,
         "world_size": world_size,
         "trace": str(trace),
     }
-    command = interpreter_command(__name__, order)
-    process = subprocess.Popen(
+    command = [sys.executable, "-I", "-c", _READ, json.dumps(order)]
+    return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    try:
-        _, errors = process.communicate()
-    except BaseException:  # an interrupt: the rank is asked to stop
-        process.kill()
-        process.wait()
-        raise
+
+
+def wait(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the process. Raises `RuntimeError` with the last line of its error."""
+    _, errors = process.communicate()
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")

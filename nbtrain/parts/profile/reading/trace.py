@@ -168,7 +168,7 @@ def read_trace(
 
 _LOADER = "enumerate(DataLoader)#"
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "hipStreamSynchronize")
-_COLLECTIVE_OPERATIONS = ("c10d::", "_c10d_functional::")
+_WAIT_TENSOR = "_c10d_functional::wait_tensor"
 _DDP_FORWARD = "DistributedDataParallel.forward"
 _GLOO = ("gloo:", "mpi:", "ucc:")
 
@@ -226,12 +226,16 @@ def _read_cpu(
     operations = merge(
         (e.begin, e.end)
         for e in events
-        if e.category == "cpu_op" and not e.name.startswith(_COLLECTIVE_OPERATIONS)
+        if e.category == "cpu_op" and not e.name.startswith("c10d::")
     )
+    # It is inside of other operations.
+    calls = merge((e.begin, e.end) for e in events if e.name == _WAIT_TENSOR)
+    operations = subtract(operations, calls)
     data = regions.get("data", [])
     busy = merge([*operations, *data])
     # DDP and sharded models wait inside of backward, and some optimizers in their step.
-    calls = merge(i for kind in ("wait", "backward", "optimizer") for i in regions.get(kind, []))
+    kinds = ("wait", "backward", "optimizer")
+    calls = merge([*calls, *(i for kind in kinds for i in regions.get(kind, []))])
     waiting = intersect(subtract(merge((e.begin, e.end) for e in found), busy), calls)
     layers = [
         ("communication", waiting),
