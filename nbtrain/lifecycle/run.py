@@ -515,7 +515,7 @@ class Run:
         """Record the next steps of all ranks, and return what their time went to.
 
         All ranks record the same steps, after two more that warm the profiler up, and train on. It
-        waits until the steps are recorded. A notebook draws the result, with an advice if one cause
+        waits until the steps are recorded. A notebook draws the result, with advice if one cause
         stands out; ``save("trace.json.gz")`` writes one trace of all ranks for Perfetto. It also
         works for a run of another kernel.
 

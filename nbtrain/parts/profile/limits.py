@@ -1,4 +1,4 @@
-"""Limits of profiles: how much is recorded, and what is worth an advice."""
+"""Limits of profiles: how much is recorded, and what is worth advice."""
 
 WARMUP_STEPS = 2
 """Steps before the recorded ones. The first steps compile, allocate, and start workers; and the
@@ -17,7 +17,7 @@ MAX_SAMPLES = 20_000
 """Samples of a recording at most."""
 
 LEAST_SAVING = 0.2
-"""An advice is given if it could save this share of a step. A healthy training of DDP on the CPU
+"""Advice is given if it could save this share of a step. A healthy training of DDP on the CPU
 spends up to 15 % in Python, and as much in its optimizer."""
 
 SMALL_MESSAGE_BYTES = 1 << 20

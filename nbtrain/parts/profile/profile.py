@@ -19,6 +19,7 @@ from ...part_api import (
     Run,
     RunFolder,
     RunState,
+    check_allowed,
     load_provided,
     plural,
     read_regular,
@@ -65,7 +66,7 @@ class Profile:
         """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
 
         ``step`` is the whole step, and ``waits`` the part of ``communication`` in waits for other
-        ranks. Raises `MissingExtra` without pandas.
+        ranks: that of the median step, without rare delays. Raises `MissingExtra` without pandas.
         """
         try:
             import pandas as pd
@@ -180,15 +181,15 @@ def record_steps(run: Run, steps: int, shapes: bool, stacks: bool) -> Profile:
 
 def record(run: Run, request: Request, by: str = "by run.profile()") -> Profile:
     """Record steps of a run that trains, and wait for them. Raises what `Run.profile` raises."""
+    check_allowed("profile", "recording a profile")
     title = f"profile of {plural(request.steps, 'step')}"
     ask = load_provided("steering", "request_step", "run.profile()")
     answer = ask(run, "profile", title, asdict(request), by)
     of_run = RunFolder(run.folder)
     folder = folder_of(of_run, answer.attempt, answer.step + WARMUP_STEPS + 1)
     while True:
-        is_over = (
-            run.state.is_over or run.state.attempt != answer.attempt
-        )  # before it is looked for
+        # Before it is looked for: the end of a run comes after its files.
+        is_over = run.state.is_over or run.state.attempt != answer.attempt
         if (profile := read_profile(folder, of_run, run.state)) is not None:
             return profile
         for file in folder.glob("rank-*.failed"):

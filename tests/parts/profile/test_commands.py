@@ -50,6 +50,21 @@ def test_a_terminal_records_prints_and_saves(
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
+def test_nothing_is_recorded_where_the_host_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = launch(alone, net(), n=1, background=True)
+    monkeypatch.setenv("NBTRAIN_DISABLE", "profile")
+    with pytest.raises(PlanError):
+        run.profile()
+    with pytest.raises(PlanError):
+        profile_magic(typed(""))
+    with pytest.raises(PlanError):
+        launch(alone, net(), profile=True)
+    assert run.state.steered == ()
+    monkeypatch.undo()
+    run.finish()
+    run.wait()
+
+
 @pytest.mark.parametrize("text", ["--steps 11", "--steps many", "--fast"])
 def test_wrong_options_are_refused(text: str) -> None:
     run = launch(alone, net(), n=1, background=True)

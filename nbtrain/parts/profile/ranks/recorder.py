@@ -87,9 +87,9 @@ class Recorder(Observer):
     def apply(self, values: Mapping[str, Any], step: int) -> None:
         """Begin to record after the present step."""
         self._before = step - self._context.figures.steps
-        self._begin(Request(**values), WARMUP_STEPS)
         hooks.drop(self, hooks.notify.on_step)
         hooks.add(self, hooks.notify.on_step)
+        self._begin(Request(**values), WARMUP_STEPS)
 
     def on_step(self, optimizer: Any) -> None:
         """Begin, continue or end the recording at the end of a step."""

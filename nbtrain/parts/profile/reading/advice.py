@@ -89,8 +89,8 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     usual = format_time(usual_s(kinds))
     names = _RANK_TEXTS[kinds[0]]
     text = (
-        f"The others wait for rank {slow.rank}, {format_share(saving)} of each step: it takes "
-        f"{own} for {names}, the others {usual}."
+        f"The other ranks wait for rank {slow.rank} during {format_share(saving)} of each step. It "
+        f"takes {own} for {names}, the others take {usual}."
     )
     its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
     if kinds[0] == "data":
@@ -157,7 +157,7 @@ def _loader(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about a loader that all ranks wait for."""
     saving = fmean(compared.usual_share(rank, "data") for rank in compared.ranks)
     slowest = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "data"))
-    text = f"The ranks wait for batches {format_share(saving)} of each step."
+    text = f"The ranks wait for batches during {format_share(saving)} of each step."
     if slowest.loader.startswith("_MultiProcessing"):
         do = f"The workers of the DataLoader are too slow. {_MORE_WORKERS}"
         return Advice("slow-loader", saving, text, do)
@@ -180,7 +180,7 @@ def _communication(compared: Comparison) -> Advice | None:
     ]
     saving = fmean(exposed) / compared.step_s
     share = format_share(saving)
-    text = f"The ranks wait {share} of each step for collectives that nothing else hides"
+    text = f"The ranks wait for collectives during {share} of each step, and do nothing else then"
     if not compared.traffic:
         return Advice("exposed-communication", saving, f"{text}.", _LESS)
     top = compared.traffic[0]
@@ -209,7 +209,8 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
     at = f", most of it in {where}" if where else ""
     if not worst.has_gpu:
         text = (
-            f"Only Python runs {format_share(saving)} of each step{at}: no operation of torch does."
+            f"Only Python runs during {format_share(saving)} of each step{at}. Torch computes "
+            "nothing then."
         )
         do = (
             "Move what is not needed in each step out of the loop, or do it with tensors."
@@ -218,7 +219,8 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
         )
         return Advice("waits-for-python", saving, text, do)
     text = (
-        f"The GPUs are idle {format_share(saving)} of each step, because they wait for Python{at}."
+        f"The GPUs are idle during {format_share(saving)} of each step, because they wait for "
+        f"Python{at}."
     )
     if worst.syncs:
         each = worst.syncs / len(worst.steps)
