@@ -25,6 +25,7 @@ from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import all_events, event_tail
 from nbtrain.tracking.run_folder import RunFolder
 from tests.support.runs import launch
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.part("steering")
 
@@ -426,13 +427,20 @@ def test_a_second_request_and_one_after_the_end_are_refused() -> None:
         run.finish(after="batch")
 
 
+def is_waited_for(folder: RunFolder) -> bool:
+    """Return whether the launcher has reported that rank 0 waits for rank 1."""
+    steered = all_events(event_tail(folder.launcher_events))
+    return any("rank 1 made no step" in e.text for e in steered if isinstance(e, ev.Steered))
+
+
 def unequal(count: Count) -> int:
-    """Rank 1 makes no step for long, and does not need rank 0."""
+    """Rank 1 makes no step until it is waited for too long, and does not need rank 0."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
     for batch in DataLoader(data(8 * BATCHES * (1 if nbtrain.rank() else 60)), batch_size=4):
         if count.steps == 20 and nbtrain.rank() == 1:
-            time.sleep(3)
+            wait_until(lambda: is_waited_for(folder), 60)
         fit(model, optimizer, batch, count)
     return count.steps
 
@@ -444,8 +452,7 @@ def test_a_rank_that_makes_no_step_is_named_and_the_training_finishes_when_it_do
     assert run.state.message.startswith(f"finished early at step {steps:,}")
     (asked,) = run.state.steered
     assert asked.status == "applied"
-    steered = all_events(event_tail(RunFolder(run.folder).launcher_events))
-    assert any("rank 1 made no step" in e.text for e in steered if isinstance(e, ev.Steered))
+    assert is_waited_for(RunFolder(run.folder))
 
 
 class CountAndTurn(Count):
