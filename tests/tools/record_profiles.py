@@ -26,7 +26,12 @@ from typing import Any
 import torch
 from torch import multiprocessing, nn, profiler
 
-from nbtrain.parts.profile.limits import MAX_SAMPLES, SAMPLE_INTERVAL_S, STEPS, WARMUP_STEPS
+from nbtrain.parts.profile.limits import (
+    DEFAULT_STEPS,
+    MAX_SAMPLES,
+    SAMPLE_INTERVAL_S,
+    WARMUP_STEPS,
+)
 from nbtrain.parts.profile.ranks.sampler import Sampler
 from nbtrain.parts.profile.reading.trace import BACKWARD, read_trace
 
@@ -138,10 +143,10 @@ def train(rank: int, plant: Plant, store: str, folder: Path, tries: int) -> None
         sampler = Sampler(SAMPLE_INTERVAL_S, MAX_SAMPLES)
         with profiler.profile(
             activities=[profiler.ProfilerActivity.CPU],
-            schedule=profiler.schedule(wait=0, warmup=WARMUP_STEPS, active=STEPS, repeat=1),
+            schedule=profiler.schedule(wait=0, warmup=WARMUP_STEPS, active=DEFAULT_STEPS, repeat=1),
             record_shapes=plant.shapes,
         ) as session:
-            for done in range(WARMUP_STEPS + STEPS):
+            for done in range(WARMUP_STEPS + DEFAULT_STEPS):
                 if done == WARMUP_STEPS:
                     sampler.start()
                 step(loader)
@@ -195,7 +200,9 @@ def record(cause: str, tries: int) -> None:
         write(target / f"rank-{rank}.json.gz", trim(trace))
     write(target / "samples.json.gz", with_lines(found))
     size = sum(file.stat().st_size for file in target.iterdir())
-    print(f"{cause}: steps of {length(recordings[best]) / STEPS / 1e6:.1f} ms, {size:,} bytes")
+    print(
+        f"{cause}: steps of {length(recordings[best]) / DEFAULT_STEPS / 1e6:.1f} ms, {size:,} bytes"
+    )
 
 
 def write(file: Path, record: dict[str, Any]) -> None:

@@ -5,18 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...part_api import PlanError, Typed, find_run, split_line
+from ...part_api import PlanError, Typed, find_run, parser, split_line
 from .files import Request
 from .limits import DEFAULT_STEPS
 from .profile import Profile, profiles_of, record
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise PlanError(f"{message}. %nbtrain? shows how the command is used")
-
 
 _RUN = "a run: its number, its --name, or the start of its folder's name (default: the last)"
 
@@ -27,10 +19,9 @@ def profile_magic(typed: Typed) -> Profile:
     Raises `PlanError` for wrong arguments or without a profile, and `NbtrainError` as
     `Run.profile`.
     """
-    parser = _Parser(add_help=False)
-    _add_steps(parser)
-    options = parser.parse_args(split_line(typed.text))
-    return _profile(options, "by %nbtrain profile")
+    of_magic = parser((), "%nbtrain profile", " (%nbtrain? shows the commands)")
+    _add_steps(of_magic)
+    return _profile(of_magic.parse_args(split_line(typed.text)), "by %nbtrain profile")
 
 
 def profile_from_shell(options: argparse.Namespace) -> int:
@@ -43,18 +34,18 @@ def profile_from_shell(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+def add_profile_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``profile`` to a parser."""
-    _add_steps(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    _add_steps(command)
+    command.add_argument("--json", action="store_true", help="print JSON, for programs")
     text = "write one trace of all ranks, for Perfetto: trace.json.gz"
-    parser.add_argument("--save", metavar="FILE", help=text)
+    command.add_argument("--save", metavar="FILE", help=text)
 
 
-def _add_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="*", metavar="RUN", help=_RUN)
+def _add_steps(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", nargs="*", metavar="RUN", help=_RUN)
     text = f"how many steps of a run that trains are recorded (default: {DEFAULT_STEPS})"
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, metavar="N", help=text)
+    command.add_argument("--steps", type=int, default=DEFAULT_STEPS, metavar="N", help=text)
 
 
 def _profile(options: argparse.Namespace, by: str) -> Profile:

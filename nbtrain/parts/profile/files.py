@@ -22,6 +22,8 @@ class Request:
     """Whether the sizes of tensors are recorded."""
     stacks: bool = False
     """Whether all Python calls are recorded, which slows Python down."""
+    memory: bool = False
+    """Whether it is recorded what operations allocate."""
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or not 1 <= self.steps <= limits.MAX_STEPS:

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import compress
 
 from ...part_api import RIGHT, format_bytes, html_table, plural, text_table
 from ...ui.board import axes, theme
 from ...ui.board.canvas import CANVAS, Label, draw_on_page, draw_rule, label_tick
 from .reading.advice import Advice
 from .reading.comparison import Comparison
-from .reading.intervals import Interval, intersect, subtract
+from .reading.lanes import HIDDEN, WAITS, Part, list_parts, name_kind
 from .reading.texts import format_share, format_time, name_file, name_operation
-from .reading.trace import KINDS, LANE_BINS, LANE_KINDS, RankProfile, Step
+from .reading.trace import KINDS, LANE_BINS, LANE_KINDS, RankProfile
 
-_LOOKS = {
+LOOKS = {
     "data": (theme.ORANGE, 0.7),
     "forward": (theme.BLUE, 1.0),
     "backward": (theme.PURPLE, 0.85),
     "optimizer": (theme.GREEN, 0.7),
     "communication": (theme.RED, 0.45),
     "python": (theme.GREY, 0.2),
-    "waits": (theme.RED, 0.45),
+    WAITS: (theme.RED, 0.45),
+    HIDDEN: (theme.RED, 0.15),
 }
 """The colour and the height of each kind in a lane, so that colour is not the only difference."""
 
-_WAITS = "waits"
-"""The part of `communication` that is spent on waiting for others. It is drawn hollow."""
+Rows = list[tuple[str, ...]]
+"""A table, its headings first."""
 
-_LANE_PX, _GAP_PX, _LEFT_PX = 22, 8, 62
+_LANE_PX, _GAP_PX, _LEFT_PX = 22, 12, 62
+_HIDDEN_TOP_PX = 5
 _MAX_LANES = 32
 _NOTHING = "Nothing stands out: no single cause takes much of a step."
-
-
-def name_kind(kind: str, has_gpu: bool) -> str:
-    """Return how a kind is called: on a GPU, Python between operations leaves it idle."""
-    if kind == "python":
-        return "GPU idle" if has_gpu else "only Python"
-    return "waits for other ranks" if kind == _WAITS else kind
 
 
 def draw_page(
@@ -48,11 +43,11 @@ def draw_page(
     text, remedy = (_NOTHING, "") if advice is None else (advice.evidence, advice.remedy)
     tables = "".join(
         f'<div style="margin-top:10px;font-weight:600">{escape(head)}</div>'
-        f'<div style="overflow-x:auto">{html_table(rows, styles, head=True)}</div>'
-        for head, rows, styles in (
-            ("Each rank", list_ranks(compared), ["", *[RIGHT] * (len(KINDS) + 2)]),
-            ("Operations", list_operations(compared, names), ["", RIGHT, RIGHT, RIGHT, "", ""]),
-            ("Communication", list_traffic(compared), ["", RIGHT, RIGHT, RIGHT, RIGHT]),
+        f'<div style="overflow-x:auto">{_draw_table(rows)}</div>'
+        for head, rows in (
+            ("Each rank", list_ranks(compared)),
+            ("Operations", list_operations(compared, names)),
+            ("Communication", list_traffic(compared)),
         )
         if len(rows) > 1
     )
@@ -65,16 +60,28 @@ def draw_page(
     )
 
 
+def _draw_table(rows: Rows) -> str:
+    """Draw a table as HTML."""
+    styles = ["" if _is_text(at, head) else RIGHT for at, head in enumerate(rows[0])]
+    return html_table(rows, styles, head=True)
+
+
+def _is_text(at: int, head: str) -> bool:
+    """Return whether a column has words; the others have figures."""
+    return at == 0 or head in ("in", "line")
+
+
 def _draw_legend(compared: Comparison) -> str:
     """Draw the kinds that some rank has spent time on."""
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
     lanes = "".join(rank.steps[compared.typical].lane for rank in compared.ranks)
     kinds = [kind for sign, kind in LANE_KINDS.items() if sign in lanes]
-    kinds += [_WAITS] if any(compared.waits_s) else []
+    kinds += [WAITS] if any(compared.waits_s) else []
+    kinds += [HIDDEN] if any(rank.steps[compared.typical].hidden for rank in compared.ranks) else []
     drawn = ""
     for kind in kinds:
-        colour, height = _LOOKS[kind]
-        fill = f"border:1px solid {colour}" if kind == _WAITS else f"background:{colour}"
+        colour, height = LOOKS[kind]
+        fill = f"border:1px solid {colour}" if kind == WAITS else f"background:{colour}"
         drawn += (
             '<span style="margin-right:14px;white-space:nowrap"><span aria-hidden="true" style='
             f'"display:inline-block;width:10px;height:{10 * height:.0f}px;{fill};'
@@ -85,53 +92,37 @@ def _draw_legend(compared: Comparison) -> str:
 
 def draw_lanes(compared: Comparison, advice: Advice | None) -> str:
     """Draw what each rank did in the typical step, a lane each."""
-    at, width = compared.typical, CANVAS.width_units
-    shown = list(enumerate(compared.ranks))[:_MAX_LANES]
-    first = min(rank.steps[at].begin - compared.offsets_ns[i] for i, rank in shown)
-    last = max(rank.steps[at].end - compared.offsets_ns[i] for i, rank in shown)
-    length = max(1, last - first)
+    shown = compared.ranks[:_MAX_LANES]
+    lanes = [list_parts(compared, index) for index in range(len(shown))]
+    length_s = max(1e-9, max(part.end_s for parts in lanes for part in parts))
     marks, labels, top = "", list[Label](), 4.0
-    for index, rank in shown:
-        waits, step = compared.find_waits(index), rank.steps[at]
-        for kind, span in _spans(step):
-            waiting = intersect([span], waits) if kind == "communication" else []
-            for part in subtract([span], waiting):
-                marks += _draw_part(kind, part, compared.offsets_ns[index] + first, length, top)
-            for part in waiting:
-                marks += _draw_part(_WAITS, part, compared.offsets_ns[index] + first, length, top)
+    for rank, parts in zip(shown, lanes, strict=True):
+        marks += "".join(_draw_part(part, length_s, top) for part in parts)
         is_named = advice is not None and advice.rank == rank.rank
         labels.append(Label(0, top + _LANE_PX / 2, f"rank {rank.rank}", "left", is_named))
         top += _LANE_PX + _GAP_PX
-    marks += draw_rule(f"M0 {top - 3:.0f}H{width}", 0.5)
-    scale = axes.value_scale(0.0, length / 1e9, 5)
+    marks += draw_rule(f"M0 {top - 3:.0f}H{CANVAS.width_units}", 0.5)
     labels += [
-        label_tick(1e9 * tick / length, top + 8, format_time(tick))
-        for tick in scale.ticks
-        if tick <= length / 1e9
+        label_tick(tick / length_s, top + 8, format_time(tick))
+        for tick in axes.value_scale(0.0, length_s, 5).ticks
+        if tick <= length_s
     ]
-    kinds = ", ".join(f"rank {r.rank}: {_describe(compared, r)}" for _, r in shown)
+    kinds = ", ".join(f"rank {r.rank}: {_describe(compared, r)}" for r in shown)
     text = f"One step of each rank. {kinds}"
-    return draw_on_page(marks, labels, (width, round(top) + 18), _LEFT_PX, text, True)
+    return draw_on_page(marks, labels, (CANVAS.width_units, round(top) + 18), _LEFT_PX, text, True)
 
 
-def _spans(step: Step) -> Iterator[tuple[str, Interval]]:
-    """Yield the kinds of a step's lane, each with its time."""
-    at, width = 0, (step.end - step.begin) / LANE_BINS
-    for sign, group in groupby(step.lane):
-        end = at + sum(1 for _ in group)
-        yield LANE_KINDS[sign], (step.begin + round(at * width), step.begin + round(end * width))
-        at = end
-
-
-def _draw_part(kind: str, span: Interval, first: int, length: int, top: float) -> str:
-    """Draw what a rank did for a time, in a lane that shows `length` nanoseconds from `first`."""
-    colour, height = _LOOKS[kind]
-    low, high = (round(CANVAS.width_units * (time - first) / length, 1) for time in span)
+def _draw_part(part: Part, length_s: float, top: float) -> str:
+    """Draw what a rank did for a time, in a lane that shows `length_s` seconds."""
+    colour, height = LOOKS[part.kind]
+    ends = part.begin_s / length_s, part.end_s / length_s
+    low, high = (round(CANVAS.width_units * end, 1) for end in ends)
     if low == high:  # too short to be seen
         return ""
     tall = _LANE_PX * height
-    edge = f"M{low:g} {top + _LANE_PX - tall:.1f}H{high:g}v{tall:.1f}H{low:g}z"
-    look = f'fill-opacity=".3" stroke="{colour}" {theme.FIXED}' if kind == _WAITS else ""
+    bottom = top + _LANE_PX + (_HIDDEN_TOP_PX if part.kind == HIDDEN else 0)
+    edge = f"M{low:g} {bottom - tall:.1f}H{high:g}v{tall:.1f}H{low:g}z"
+    look = f'fill-opacity=".3" stroke="{colour}" {theme.FIXED}' if part.kind == WAITS else ""
     return f'<path d="{edge}" fill="{colour}" {look}/>'
 
 
@@ -157,53 +148,55 @@ def _describe_clocks(compared: Comparison) -> str:
     return f'<div style="{theme.SOFT}">{escape(text)}</div>'
 
 
-def list_ranks(compared: Comparison) -> list[tuple[str, ...]]:
-    """Return a table of the ranks with the shares of their steps, its headings first."""
+def _without_empty_columns(rows: Rows) -> Rows:
+    """Return a table without what was not recorded."""
+    filled = [any(row[at] for row in rows[1:]) for at in range(len(rows[0]))]
+    return [tuple(compress(row, filled)) for row in rows]
+
+
+def list_ranks(compared: Comparison) -> Rows:
+    """Return a table of the ranks with the shares of their steps."""
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
     heads = [name_kind(kind, has_gpu) for kind in KINDS]
-    rows: list[tuple[str, ...]] = [("rank", "step", *heads, "waits for others")]
+    rows: Rows = [("rank", "step", *heads, "waits for others", "hidden")]
     for rank, wait in zip(compared.ranks, compared.waits_s, strict=True):
         shares = compared.shares(rank)
         mean_s = compared.mean_s(rank, *KINDS)
-        cells = (format_share(shares[kind]) for kind in KINDS)
-        rows.append((str(rank.rank), format_time(mean_s), *cells, format_share(wait / mean_s)))
+        hidden = compared.hidden_s(rank) / mean_s
+        cells = map(format_share, (*(shares[kind] for kind in KINDS), wait / mean_s, hidden))
+        rows.append((str(rank.rank), format_time(mean_s), *cells))
     return rows
 
 
-def list_operations(compared: Comparison, names: Mapping[str, str]) -> list[tuple[str, ...]]:
+def list_operations(compared: Comparison, names: Mapping[str, str]) -> Rows:
     """Return a table of the ten most expensive operations of the slowest rank."""
     rank = compared.ranks[compared.late_rank or 0]
     steps = len(rank.steps)
     whole = sum(step.end - step.begin for step in rank.steps)
-    rows: list[tuple[str, ...]] = [
-        (f"of rank {rank.rank}", "a step", "share", "calls", "in", "line")
-    ]
+    rows: Rows = [(f"of rank {rank.rank}", "a step", "share", "calls", "memory", "in", "line")]
     for each in rank.operations[:10]:
         file, _, number = each.line.rpartition(":")
-        line = f"{name_file(file, names)}, line {number}" if each.line else ""
-        share = format_share(each.self_ns / whole)
-        calls = f"{each.calls / steps:.3g}"
-        rows.append(
-            (
-                name_operation(each.name),
-                format_time(each.self_ns / steps / 1e9),
-                share,
-                calls,
-                each.kind,
-                line,
-            )
+        row = (
+            name_operation(each.name),
+            format_time(each.self_ns / steps / 1e9),
+            format_share(each.self_ns / whole),
+            f"{each.calls / steps:.3g}",
+            format_bytes(each.allocated_bytes / steps) if each.allocated_bytes else "",
+            each.kind,
+            f"{name_file(file, names)}, line {number}" if each.line else "",
         )
-    return rows
+        rows.append(row)
+    return _without_empty_columns(rows)
 
 
-def list_traffic(compared: Comparison) -> list[tuple[str, ...]]:
-    """Return a table of the collectives. Sizes are missing where the traces lack them."""
-    rows: list[tuple[str, ...]] = [("collective", "size", "a step", "takes", "rate")]
+def list_traffic(compared: Comparison) -> Rows:
+    """Return a table of the collectives."""
+    rows: Rows = [("collective", "size", "a step", "takes", "rate")]
     for each in compared.traffic[:10]:
         size = format_bytes(each.size_bytes) if each.size_bytes else ""
         rate = f"{format_bytes(each.bytes_per_s)}/s" if each.bytes_per_s else ""
         rows.append((each.name, size, f"{each.per_step:.3g}", format_time(each.transfer_s), rate))
-    return rows
+    return _without_empty_columns(rows)
 
 
 _BAR_SIGNS = {
@@ -231,14 +224,15 @@ def write_text(
         lines.append(f"rank {rank.rank:<3} {bar}")
     signs = (f"{sign} {name_kind(kind, has_gpu)}" for kind, sign in _BAR_SIGNS.items())
     lines += [f"         {'  '.join(signs)}", ""]
-    lines += text_table(list_ranks(compared), "<" + ">" * (len(KINDS) + 2))
-    for rows, align in (
-        (list_operations(compared, names), "<>>><<"),
-        (list_traffic(compared), "<>>>>"),
+    for rows in (
+        list_ranks(compared),
+        list_operations(compared, names),
+        list_traffic(compared),
     ):
         if len(rows) > 1:
-            lines += ["", *text_table(rows, align)]
-    return "\n".join(lines)
+            align = "".join("<" if _is_text(at, head) else ">" for at, head in enumerate(rows[0]))
+            lines += [*text_table(rows, align), ""]
+    return "\n".join(lines[:-1])
 
 
 def write_title(run: str, compared: Comparison) -> str:

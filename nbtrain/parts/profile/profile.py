@@ -66,7 +66,8 @@ class Profile:
         """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
 
         ``step`` is the whole step, and ``waits`` the part of ``communication`` in waits for other
-        ranks: that of the median step, without rare delays. Raises `MissingExtra` without pandas.
+        ranks: that of the median step, without rare delays. ``hidden`` is communication beside
+        other work, which costs no time. Raises `MissingExtra` without pandas.
         """
         try:
             import pandas as pd
@@ -85,9 +86,20 @@ class Profile:
                 "step": compared.mean_s(rank, *KINDS),
                 **{kind: compared.mean_s(rank, kind) for kind in KINDS},
                 "waits": wait,
+                "hidden": compared.hidden_s(rank),
             }
             for rank, wait in zip(compared.ranks, compared.waits_s, strict=True)
         ]
+
+    def figure(self) -> Any:
+        """Draw the lanes of the ranks; return a `matplotlib.figure.Figure`.
+
+        A notebook shows it, and its ``savefig("profile.pdf")`` writes it. `pyplot` does not know
+        it. Raises `MissingExtra` without matplotlib.
+        """
+        from .figure import draw_figure
+
+        return draw_figure(self.title, self.comparison)
 
     def save(self, path: str | Path) -> Path:
         """Write one trace of all ranks, for Perfetto or chrome://tracing; return its path.
@@ -145,8 +157,7 @@ def _decode(record: dict[str, Any]) -> RankProfile:
     """Return the summary of a rank. Raises `TypeError` or `LookupError` for another record."""
     lists = {"steps": Step, "operations": Operation, "collectives": Collective}
     made = {name: [cls(**each) for each in record[name]] for name, cls in lists.items()}
-    waits = [(begin, end) for begin, end in record["waits"]]
-    return RankProfile(**{**record, **made, "waits": waits})
+    return RankProfile(**{**record, **made})
 
 
 def count_samples(state: RunState) -> dict[int, float]:
@@ -174,9 +185,9 @@ def profiles_of(run: Run) -> list[Profile]:
     return read_profiles(RunFolder(run.folder), run.state)
 
 
-def record_steps(run: Run, steps: int, shapes: bool, stacks: bool) -> Profile:
+def record_steps(run: Run, steps: int, **options: bool) -> Profile:
     """Do what `Run.profile` does."""
-    return record(run, Request(steps, shapes=shapes, stacks=stacks))
+    return record(run, Request(steps, **options))
 
 
 def record(run: Run, request: Request, by: str = "by run.profile()") -> Profile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from ...part_api import PlanError, Run, Typed, find_run, split_line
+from ...part_api import PlanError, Run, Typed, find_run, parser, split_line
 from ...part_api import events as ev
 from . import requests
 from .orders import AFTER
@@ -14,19 +14,12 @@ from .settings import TurnError, read_setting
 _RUN = "a run: its number, its --name, or the start of its folder's name (default: the last)"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise PlanError(f"{message}. %nbtrain? shows how the command is used")
-
-
 def finish_magic(typed: Typed) -> None:
     """Finish a run from a cell, and print what became of the request.
 
     Raises `PlanError` for wrong arguments, and `NbtrainError` if the run cannot be finished.
     """
-    print(_finish(_parse(typed, add_finish_arguments), "by %nbtrain finish"))
+    print(_finish(_parse("finish", typed, add_finish_arguments), "by %nbtrain finish"))
 
 
 def finish_from_shell(options: argparse.Namespace) -> int:
@@ -62,7 +55,7 @@ def keep_magic(typed: Typed) -> None:
 
     Raises `PlanError` for wrong arguments, and `NbtrainError` as `Run.keep`.
     """
-    print(_keep(_parse(typed, add_keep_arguments), "by %nbtrain keep"))
+    print(_keep(_parse("keep", typed, add_keep_arguments), "by %nbtrain keep"))
 
 
 def keep_from_shell(options: argparse.Namespace) -> int:
@@ -85,7 +78,7 @@ def _keep(options: argparse.Namespace, by: str) -> str:
 
 def turn_magic(typed: Typed) -> None:
     """Turn settings from a cell, and print what became of the request, as `finish_magic`."""
-    print(_turn(_parse(typed, add_turn_arguments), "by %nbtrain turn"))
+    print(_turn(_parse("turn", typed, add_turn_arguments), "by %nbtrain turn"))
 
 
 def turn_from_shell(options: argparse.Namespace) -> int:
@@ -118,12 +111,12 @@ def _turn(options: argparse.Namespace, by: str) -> str:
 
 
 def _parse(
-    typed: Typed, add_arguments: Callable[[argparse.ArgumentParser], None]
+    command: str, typed: Typed, add_arguments: Callable[[argparse.ArgumentParser], None]
 ) -> argparse.Namespace:
     """Return the options of a command as it was typed in a cell. Raises `PlanError`."""
-    parser = _Parser(add_help=False)
-    add_arguments(parser)
-    return parser.parse_args(split_line(typed.text))
+    of_magic = parser((), f"%nbtrain {command}", " (%nbtrain? shows the commands)")
+    add_arguments(of_magic)
+    return of_magic.parse_args(split_line(typed.text))
 
 
 def _describe(run: Run, answer: ev.Steered | None) -> str:

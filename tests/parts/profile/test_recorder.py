@@ -80,7 +80,7 @@ def test_a_launch_records_the_steps_that_it_names(engine: str) -> None:
     assert check_steps(profile, 2, 2) == [5, 6]
     assert run.results == [12, 12]
     rows = profile.table()
-    assert list(rows.columns) == ["step", *KINDS, "waits"]
+    assert list(rows.columns) == ["step", *KINDS, "waits", "hidden"]
     assert (rows[list(KINDS)].sum(axis=1) / rows["step"]).tolist() == pytest.approx([1, 1])
     assert (rows["backward"] > 0).all()
     assert (rows["optimizer"] > 0).all()
@@ -88,6 +88,19 @@ def test_a_launch_records_the_steps_that_it_names(engine: str) -> None:
     assert [path.name for path in profile.folder.iterdir() if path.name.startswith(".")] == []
     with gzip.open(profile.folder / "rank-0001.trace.json.gz") as file:
         assert json.load(file)["distributedInfo"]["rank"] == 1
+
+
+def test_what_operations_allocate_is_recorded_on_request() -> None:
+    run = launch(fit, net(), n=2, background=True)
+    plain, with_memory = run.profile(steps=1), run.profile(steps=1, memory=True)
+    finish(run)
+    for rank in plain.comparison.ranks:
+        assert not any(each.allocated_bytes for each in rank.operations)
+    for rank in with_memory.comparison.ranks:
+        (square,) = (each for each in rank.operations if each.name == "aten::pow")
+        assert square.allocated_bytes >= 4 * square.calls
+    assert " memory " in repr(with_memory)
+    assert " memory " not in repr(plain)
 
 
 def test_the_default_is_three_steps_after_two() -> None:

@@ -84,7 +84,7 @@ def test_a_step_on_the_cpu_is_divided_by_what_it_is_spent_on() -> None:
         "optimizer": 200,
         "python": 200,
     }
-    assert rank.steps[0].hidden_ns == 40_000
+    assert total(rank.steps[0].hidden) == 40_000
     assert rank.waits == [(BASE_NS + 540_000, BASE_NS + 690_000)]
 
 
@@ -99,7 +99,7 @@ def test_a_step_on_a_gpu_is_divided_by_what_its_kernels_were_launched_for() -> N
         "optimizer": 50,
         "python": 260,
     }
-    assert rank.steps[0].hidden_ns == 100_000
+    assert total(rank.steps[0].hidden) == 100_000
     assert rank.waits == [(BASE_NS + 600_000, BASE_NS + 750_000)]
 
 
@@ -113,6 +113,43 @@ def test_a_batch_that_is_fetched_while_the_gpu_computes_costs_nothing() -> None:
         written.trace(step(1, 0, 100), note(LOADER, 20, 80), kernel("gemm", 10, 60, 1)), 0
     )
     assert parts(rank) == {"forward": 50, "data": 20, "python": 30}
+
+
+def test_memory_is_that_of_the_innermost_operation() -> None:
+    rank = read_trace(
+        written.trace(
+            step(1, 0, 100),
+            operation("aten::linear", 10, 50),
+            written.allocation(12, 100),
+            operation("aten::addmm", 20, 40),
+            written.allocation(25, 4000),
+            written.allocation(30, -4000),
+            written.allocation(30, 9000, tid=2),
+            written.allocation(60, 7000),
+        ),
+        0,
+    )
+    found = {each.name: each.allocated_bytes for each in rank.operations}
+    assert found == {"aten::linear": 100, "aten::addmm": 4000}
+
+
+def test_kernels_have_the_memory_and_the_line_of_the_operation_that_launched_them() -> None:
+    rank = read_trace(
+        written.trace(
+            step(1, 0, 1000),
+            operation("aten::addmm", 10, 60, **{"External id": 7}),
+            written.allocation(15, 4000),
+            kernel("gemm", 200, 300, 1, **{"External id": 7}),
+            kernel("add", 300, 350, 2, **{"External id": 7}),
+            kernel("of another thread", 400, 420, 3),
+        ),
+        0,
+        samples=[Sample(BASE_NS + 20_000, "cell.py:3"), Sample(BASE_NS + 250_000, "cell.py:4")],
+    )
+    found = {each.name: (each.allocated_bytes, each.line) for each in rank.operations}
+    assert found["gemm"] == (4000, "cell.py:3")
+    assert found["add"] == (0, "cell.py:3")
+    assert found["of another thread"] == (0, "")
 
 
 def test_collectives_of_nccl_have_sizes_and_groups() -> None:
@@ -223,8 +260,8 @@ def test_the_parts_of_recorded_steps_add_up_to_the_steps(cause: str) -> None:
             assert each.parts_ns.keys() == set(KINDS)
             assert len(each.lane) == LANE_BINS
             inside = merge((c.begin, c.end) for c in rank.collectives)
-            shown = each.parts_ns["communication"] + each.hidden_ns
-            assert shown <= total(intersect(inside, [(each.begin, each.end)]))
+            shown = each.parts_ns["communication"] + total(each.hidden)
+            assert shown == total(intersect(inside, [(each.begin, each.end)]))
         waited = sum(each.parts_ns["communication"] for each in rank.steps)
         assert total(rank.waits) == waited
         assert all(each.kind in KINDS for each in rank.operations)

@@ -32,6 +32,20 @@ def operation(name: str, begin: float, end: float, tid: int = 1, **args: Any) ->
     return lasting("cpu_op", name, begin, end, tid, **args)
 
 
+def allocation(at: float, size: int, tid: int = 1) -> Record:
+    """Return that a thread has allocated, or with a negative size freed, some bytes."""
+    args = {"Bytes": size, "Device Type": 0}
+    place = {"pid": 4000, "tid": tid, "ts": at}
+    return {
+        "ph": "i",
+        "cat": "cpu_instant_event",
+        "s": "t",
+        "name": "[memory]",
+        **place,
+        "args": args,
+    }
+
+
 def all_reduce(begin: float, end: float, tid: int = 2, **args: Any) -> Record:
     """Return a collective of gloo."""
     return note("gloo:all_reduce", begin, end, tid, **args)

@@ -76,6 +76,9 @@ class Recorder(Observer):
     def prepare(self, values: Mapping[str, Any], optimizer: Any) -> str:
         """Return why steps cannot be recorded now, for people; "" if they can."""
         torch = sys.modules["torch"]
+        self._end_left()
+        if self._left is not None:
+            return _OTHER_THREAD
         if self._request is not None:
             return "steps are being recorded already"
         if self._context.job.device in ("xla", "tpu"):
@@ -121,7 +124,9 @@ class Recorder(Observer):
         from torch import profiler
 
         # Kineto prints each start and end of a recording at its default level.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        if "KINETO_LOG_LEVEL" not in os.environ:
+            os.environ["KINETO_LOG_LEVEL"] = "99"
+            undo_later(_forget_log_level)
         patch("torch.autograd", "backward", self._in_backward)
         patch("torch._C._distributed_c10d:Work", "wait", self._in_wait)
         self._session = profiler.profile(
@@ -130,6 +135,7 @@ class Recorder(Observer):
             on_trace_ready=self._end,
             record_shapes=request.shapes,
             with_stack=request.stacks,
+            profile_memory=request.memory,
         )
         self._session.start()
         if not warmup_steps:
@@ -138,7 +144,7 @@ class Recorder(Observer):
     def _continue(self, steps: int, request: Request) -> None:
         """Pass a step on to the profiler, which ends the recording after the last one."""
         if threading.current_thread() is not self._thread:
-            self._left = self._session
+            self._left, self._session = self._session, None
             self._abandon(_OTHER_THREAD)
             return
         is_last = steps == self._first_step + request.steps - 1
@@ -246,23 +252,28 @@ class Recorder(Observer):
         self._drop()
         # After a failure on a GPU, the end of a session could wait for a peer that has died.
         is_stuck = is_failure and sys.modules["torch"].cuda.is_initialized()
+        # The profiler of another thread ends ours with its own, and to end ours again would crash.
         if session is not None and threading.current_thread() is self._thread and not is_stuck:
-            session.on_trace_ready = lambda _: None
-            try:
-                session.stop()
-            except Exception:  # another profiler has ended it
-                LOGGER.info("a profiler could not be ended", exc_info=True)
+            self._left = session
+            self._end_left()
         if reason:
             self._report(reason, folder)
+
+    def _end_left(self) -> None:
+        """End the session that was given up, if this is the thread that has started it."""
+        if self._left is None or threading.current_thread() is not self._thread:
+            return
+        self._left.on_trace_ready = lambda _: None
+        try:
+            self._left.stop()
+        except Exception:  # another profiler has ended it
+            LOGGER.info("a profiler could not be ended", exc_info=True)
+        self._left = None
 
     def finish(self, is_failure: bool = False) -> None:
         """End a recording that the training has ended too early for."""
         due, self._due = self._due, None
-        if self._left is not None and threading.current_thread() is self._thread:
-            with contextlib.suppress(Exception):  # it has been ended
-                self._left.on_trace_ready = lambda _: None
-                self._left.stop()
-            self._left = None
+        self._end_left()
         if is_failure and self._reader is not None:
             self._reader.kill()
         made = self._context.figures.steps
@@ -280,6 +291,10 @@ class Recorder(Observer):
         except KeyboardInterrupt:  # the task has returned, so there is nothing else to end
             if self._reader is not None:
                 self._reader.kill()
+
+
+def _forget_log_level() -> None:
+    os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
 def _activities(profiler: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +56,8 @@ def start(
 def wait(process: subprocess.Popen[bytes]) -> None:
     """Wait for the process. Raises `RuntimeError` with the last line of its error."""
     _, errors = process.communicate()
+    if process.returncode == -signal.SIGKILL:
+        raise RuntimeError("the run ended while its trace was read")
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")

@@ -61,6 +61,10 @@ class Comparison:
         """Return the seconds of some kinds in a rank's steps: the mean."""
         return fmean(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
 
+    def hidden_s(self, rank: RankProfile) -> float:
+        """Return for how many seconds of a step collectives ran beside other work: the mean."""
+        return fmean(total(step.hidden) for step in rank.steps) / 1e9
+
     def median_s(self, rank: RankProfile, *kinds: str) -> float:
         """Return the seconds of some kinds in a rank's steps: the median, without rare delays."""
         return median(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9

@@ -73,8 +73,8 @@ class Step:
     end: int
     parts_ns: Mapping[str, int]
     """How long each of `KINDS` took. The sum is the step."""
-    hidden_ns: int
-    """How long collectives ran beside other work."""
+    hidden: Sequence[Interval]
+    """When collectives ran and cost no time: the part of them that is not in `communication`."""
     lane: str
     """The most frequent kind in each of `LANE_BINS` parts of the step, a letter each."""
 
@@ -90,6 +90,8 @@ class Operation:
     """The one of `KINDS` that took most of it."""
     line: str = ""
     """The line of the user's code that called it most, as ``file:number``; "" if not known."""
+    allocated_bytes: int = 0
+    """What the calls allocated; of a kernel, the operation that launched it."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,9 @@ def read_trace(
     kernels = [e for e in events if e.category in ("kernel", "gpu_memcpy", "gpu_memset")]
     regions = _find_regions(events)
     reader = _read_gpu if kernels else _read_cpu
-    layers, found, busy = reader(events, regions, kernels)
+    layers, found = reader(events, regions, kernels)
     collectives = [_collective(e) for e in found]
-    steps = [
-        _read_step(first_step + i, mark, layers, collectives, busy) for i, mark in enumerate(marks)
-    ]
+    steps = [_read_step(first_step + i, mark, layers, collectives) for i, mark in enumerate(marks)]
     window = marks[0].begin, marks[-1].end
     loaders = Counter(e.name for e in events if e.name.startswith(_LOADER))
     return RankProfile(
@@ -171,6 +171,7 @@ _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "hipStreamSynchroniz
 _WAIT_TENSOR = "_c10d_functional::wait_tensor"
 _DDP_FORWARD = "DistributedDataParallel.forward"
 _GLOO = ("gloo:", "mpi:", "ucc:")
+_MEMORY = "[memory]"
 
 
 def _is_step(name: str) -> bool:
@@ -182,15 +183,16 @@ def _is_collective(kernel: Event) -> bool:
 
 
 def _read_events(trace: Mapping[str, Any]) -> list[Event]:
-    """Return the events that last, by their beginnings, the outer ones first."""
+    """Return what lasts and what is allocated, by their beginnings, the outer ones first."""
     base = int(trace.get("baseTimeNanoseconds", 0))
     events = []
     for record in trace["traceEvents"]:
-        if record.get("ph") == "X" and record.get("cat") not in (None, "Trace"):
+        lasts = record.get("ph") == "X" and record.get("cat") not in (None, "Trace")
+        if lasts or record.get("name") == _MEMORY:
             begin = base + round(record["ts"] * 1000)
-            end = begin + round(record["dur"] * 1000)
+            end = begin + round(record["dur"] * 1000) if lasts else begin
             thread = record.get("pid"), record.get("tid")
-            category = record["cat"].lower()
+            category = record["cat"].lower() if lasts else _MEMORY
             args = record.get("args", {})
             events.append(Event(record["name"], category, thread, begin, end, args))
     return sorted(events, key=lambda e: (e.begin, -e.end))
@@ -220,8 +222,8 @@ def _read_cpu(
     events: Sequence[Event],
     regions: Mapping[str, list[Interval]],
     kernels: Sequence[Event],
-) -> tuple[Layers, list[Event], list[Interval]]:
-    """Return the layers of a rank on the CPU, its collectives, and when it does other work."""
+) -> tuple[Layers, list[Event]]:
+    """Return the layers of a rank on the CPU, and its collectives."""
     found = [e for e in events if e.name.startswith(_GLOO) and e.category == "user_annotation"]
     operations = merge(
         (e.begin, e.end)
@@ -242,15 +244,15 @@ def _read_cpu(
         *((kind, regions.get(kind, [])) for kind in ("data", "optimizer", "backward")),
         ("forward", operations),
     ]
-    return layers, found, busy
+    return layers, found
 
 
 def _read_gpu(
     events: Sequence[Event],
     regions: Mapping[str, list[Interval]],
     kernels: Sequence[Event],
-) -> tuple[Layers, list[Event], list[Interval]]:
-    """Return the layers of a rank on a GPU, its collectives, and when it does other work."""
+) -> tuple[Layers, list[Event]]:
+    """Return the layers of a rank on a GPU, and its collectives."""
     launches = {
         e.args["correlation"]: e.begin
         for e in events
@@ -273,7 +275,7 @@ def _read_gpu(
         ("communication", waiting),
         ("data", regions.get("data", [])),
     ]
-    return layers, found, busy
+    return layers, found
 
 
 def _collective(event: Event) -> Collective:
@@ -318,7 +320,6 @@ def _read_step(
     mark: Event,
     layers: Layers,
     collectives: Sequence[Collective],
-    busy: Sequence[Interval],
 ) -> Step:
     """Return what a step's time was spent on."""
     whole = [(mark.begin, mark.end)]
@@ -330,7 +331,7 @@ def _read_step(
         spans += [(begin, end, kind) for begin, end in part]
     parts["python"] = total(free)
     communication = intersect(merge((c.begin, c.end) for c in collectives), whole)
-    hidden = total(intersect(communication, busy))
+    hidden = subtract(communication, dict(layers)["communication"])
     lane = _draw_lane(mark, [*spans, *((begin, end, "python") for begin, end in free)])
     return Step(number, mark.begin, mark.end, parts, hidden, lane)
 
@@ -358,29 +359,30 @@ def _list_operations(
     window: Interval,
 ) -> list[Operation]:
     """Return the operations of the recorded steps; on a GPU its kernels."""
-    timed = [
-        (e, ns)
-        for e, ns in (((e, e.end - e.begin) for e in kernels) if kernels else _self_times(events))
-        if window[0] <= e.begin < window[1]
-    ]
-    by_name = defaultdict[str, list[tuple[Event, int]]](list)
-    for event, ns in timed:
-        by_name[event.name].append((event, ns))
-    costs = {name: sum(ns for _, ns in calls) for name, calls in by_name.items()}
+    calls = _list_calls(events)
+    if kernels:
+        callers = {call.caller.args.get("External id"): call for call in calls}
+        calls = [_kernel_call(kernel, callers) for kernel in kernels]
+    by_name = defaultdict[str, list[_Call]](list)
+    for call in calls:
+        if window[0] <= call.event.begin < window[1]:
+            by_name[call.event.name].append(call)
+    costs = {name: sum(call.self_ns for call in calls) for name, calls in by_name.items()}
     dearest = sorted(costs, key=costs.__getitem__, reverse=True)[:MAX_OPERATIONS]
     operations = []
     for name in dearest:
-        kinds, lines = Counter[str](), Counter[str]()
-        for event, ns in by_name[name]:
+        kinds = Counter[str]()
+        for call in by_name[name]:
             # A collective may begin beside a kernel that computes.
-            kind = "communication" if _is_collective(event) else _kind_at(layers, event.begin)
-            kinds[kind] += ns
-        if not kernels:
-            spans = merge((e.begin, e.end) for e, _ in by_name[name])
-            lines.update(s.line for s in samples if contains(spans, s.time_ns))
+            is_collective = _is_collective(call.event)
+            kind = "communication" if is_collective else _kind_at(layers, call.event.begin)
+            kinds[kind] += call.self_ns
+        spans = merge((call.caller.begin, call.caller.end) for call in by_name[name])
+        lines = Counter(sample.line for sample in samples if contains(spans, sample.time_ns))
         line = max(lines, key=lines.__getitem__, default="")
         kind = max(kinds, key=kinds.__getitem__)
-        operations.append(Operation(name, len(by_name[name]), costs[name], kind, line))
+        count, size = len(by_name[name]), sum(call.allocated_bytes for call in by_name[name])
+        operations.append(Operation(name, count, costs[name], kind, line, size))
     return operations
 
 
@@ -388,19 +390,48 @@ MAX_OPERATIONS = 30
 """Operations of a rank that are kept; a page shows ten."""
 
 
-def _self_times(events: Sequence[Event]) -> list[tuple[Event, int]]:
-    """Return the operations on the CPU, each with its time without the operations in it."""
-    children = Counter[int]()
-    stacks = defaultdict[tuple[Any, Any], list[int]](list)
-    operations = [e for e in events if e.category == "cpu_op"]
-    for index, event in enumerate(operations):
+@dataclass
+class _Call:
+    """A call of an operation, or a kernel."""
+
+    event: Event
+    self_ns: int
+    caller: Event
+    """The operation on the CPU: of a kernel, the one that launched it."""
+    allocated_bytes: int = 0
+
+
+def _kernel_call(kernel: Event, callers: Mapping[Any, _Call]) -> _Call:
+    """Return the call of a kernel; `callers` are the operations by their numbers in the trace."""
+    length_ns = kernel.end - kernel.begin
+    launched = callers.get(kernel.args.get("External id", -1))
+    if launched is None:
+        return _Call(kernel, length_ns, kernel)
+    # What an operation has allocated counts once, though it may launch several kernels.
+    size, launched.allocated_bytes = launched.allocated_bytes, 0
+    return _Call(kernel, length_ns, launched.event, size)
+
+
+def _list_calls(events: Sequence[Event]) -> list[_Call]:
+    """Return the operations on the CPU, each without the time and memory of those in it."""
+    calls = list[_Call]()
+    stacks = defaultdict[tuple[Any, Any], list[_Call]](list)
+    for event in events:
+        if event.category not in ("cpu_op", _MEMORY):
+            continue
         stack = stacks[event.thread]
-        while stack and operations[stack[-1]].end <= event.begin:
+        while stack and stack[-1].event.end <= event.begin:
             stack.pop()
+        if event.category == _MEMORY:
+            if stack:
+                stack[-1].allocated_bytes += max(0, int(event.args.get("Bytes", 0)))
+            continue
+        length_ns = event.end - event.begin
         if stack:
-            children[stack[-1]] += event.end - event.begin
-        stack.append(index)
-    return [(e, max(0, e.end - e.begin - children[i])) for i, e in enumerate(operations)]
+            stack[-1].self_ns = max(0, stack[-1].self_ns - length_ns)
+        calls.append(_Call(event, length_ns, event))
+        stack.append(calls[-1])
+    return calls
 
 
 def _find_lines(
