@@ -17,14 +17,11 @@ import linecache
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing, nn, profiler
+from torch import multiprocessing, profiler
 
 from nbtrain.parts.profile.limits import (
     DEFAULT_STEPS,
@@ -34,78 +31,14 @@ from nbtrain.parts.profile.limits import (
 )
 from nbtrain.parts.profile.ranks.sampler import Sampler
 from nbtrain.parts.profile.reading.trace import BACKWARD, read_trace
+from tests.support.planted_causes import PLANTS, Plant, Training
 
 TRACES = Path(__file__).parents[1] / "parts" / "profile" / "traces"
 
 
-@dataclass(frozen=True)
-class Plant:
-    """A training of linear layers, and what makes it slow."""
-
-    ranks: int = 2
-    width: int = 256
-    layers: int = 4
-    batch: int = 128
-    optimizer: str = "SGD"
-    options: tuple[tuple[str, Any], ...] = ()
-    """Of the optimizer."""
-    is_joined: bool = True
-    """Whether DDP averages the gradients."""
-    sample_s: float = 0
-    """The loader sleeps so long for each sample."""
-    workers: int = 0
-    python_s: float = 0
-    """The loop sleeps so long in each step."""
-    passes: int = 1
-    """How often a batch is computed."""
-    larger: int = 1
-    """How many times larger batches are."""
-    of_rank: int | None = None
-    """The only rank that sleeps, computes more, or has larger batches; None: all do."""
-    shapes: bool = False
-
-
-PLANTS = {
-    "loader": Plant(batch=32, sample_s=0.001),
-    "loader-workers": Plant(batch=32, sample_s=0.005, workers=1),
-    "loader-of-rank": Plant(batch=32, sample_s=0.001, of_rank=1),
-    "loader-workers-of-rank": Plant(batch=32, sample_s=0.005, workers=1, of_rank=1),
-    "slow-rank": Plant(passes=12, of_rank=1),
-    "python-of-rank": Plant(ranks=4, layers=2, batch=16, python_s=0.06, of_rank=2),
-    "batches": Plant(larger=12, of_rank=1),
-    "gradients": Plant(width=2000, layers=2, batch=2, shapes=True),
-    "python": Plant(batch=16, python_s=0.03),
-    "optimizer": Plant(
-        width=1024,
-        layers=2,
-        batch=1,
-        optimizer="AdamW",
-        options=(("foreach", False),),
-        is_joined=False,
-    ),
-    "optimizer-fused": Plant(
-        width=1024,
-        layers=2,
-        batch=1,
-        optimizer="AdamW",
-        options=(("fused", True),),
-        is_joined=False,
-    ),
-    "healthy": Plant(width=1024, layers=2, batch=512),
-}
-
-
-class Rows(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Endless samples, each of which takes some time."""
-
-    def __init__(self, width: int, sample_s: float) -> None:
-        self._row, self._sample_s = torch.zeros(width), sample_s
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            if self._sample_s:
-                time.sleep(self._sample_s)
-            yield self._row
+def annotated_backward(loss: torch.Tensor) -> None:
+    with profiler.record_function(BACKWARD):
+        loss.backward()
 
 
 def train(rank: int, plant: Plant, store: str, folder: Path, tries: int) -> None:
@@ -114,32 +47,11 @@ def train(rank: int, plant: Plant, store: str, folder: Path, tries: int) -> None
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=plant.ranks
     )
-    is_slow = plant.of_rank in (None, rank)
-    net: nn.Module = nn.Sequential(
-        *(nn.Linear(plant.width, plant.width) for _ in range(plant.layers))
-    )
-    if plant.is_joined:
-        net = nn.parallel.DistributedDataParallel(net)
-    optimizer = getattr(torch.optim, plant.optimizer)(net.parameters(), **dict(plant.options))
-    batch = plant.batch * (plant.larger if is_slow else 1)
-    rows = Rows(plant.width, plant.sample_s if is_slow else 0)
-    passes = plant.passes if is_slow else 1
-    python_s = plant.python_s if is_slow else 0
-
-    def step(loader: Iterator[torch.Tensor]) -> None:
-        inputs = next(loader)
-        for _ in range(passes):
-            loss = net(inputs).square().mean()
-        with profiler.record_function(BACKWARD):
-            loss.backward()
-        if python_s:
-            time.sleep(python_s)
-        optimizer.step()
-        optimizer.zero_grad()
+    training = Training(plant, rank, annotated_backward)
 
     for number in range(tries):
         torch.distributed.barrier()  # workers of all ranks begin together
-        loader = iter(torch.utils.data.DataLoader(rows, batch, num_workers=plant.workers))
+        loader = training.loader()
         sampler = Sampler(SAMPLE_INTERVAL_S, MAX_SAMPLES)
         with profiler.profile(
             activities=[profiler.ProfilerActivity.CPU],
@@ -149,14 +61,14 @@ def train(rank: int, plant: Plant, store: str, folder: Path, tries: int) -> None
             for done in range(WARMUP_STEPS + DEFAULT_STEPS):
                 if done == WARMUP_STEPS:
                     sampler.start()
-                step(loader)
+                training.step(loader)
                 session.step()
         sampler.stop()
         del loader
         session.export_chrome_trace(str(folder / f"{number}.{rank}.json"))
         found = {
             "samples": [[each.time_ns, each.line] for each in sampler.samples],
-            "batch": batch,
+            "batch": training.batch,
         }
         (folder / f"{number}.{rank}.samples.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

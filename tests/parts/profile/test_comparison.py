@@ -62,6 +62,21 @@ def test_no_rank_is_late_if_the_others_wait_for_another_one_in_each_step() -> No
     assert compared.waits_s == pytest.approx([35e-6, 35e-6])
 
 
+@pytest.mark.parametrize(("count", "late"), [(3, None), (4, None), (5, 1), (10, 1)])
+def test_a_rank_that_is_late_but_for_one_step_of_five_is_late(count: int, late: int | None) -> None:
+    steps = [step(n + 1, 100 * n, 100 * n + 100) for n in range(count)]
+
+    def waits(is_late: bool) -> list[written.Record]:
+        """Return waits from early or late in each step; the first step is the other way round."""
+        early = [is_late == (n == 0) for n in range(count)]
+        begins = [100 * n + (10 if is_early else 80) for n, is_early in enumerate(early)]
+        ends = range(90, 100 * count, 100)
+        return [e for b, end in zip(begins, ends, strict=True) for e in waited_for(b, end)]
+
+    ranks = [rank_of(index, *steps, *waits(is_late=index == 1)) for index in (0, 1)]
+    assert Comparison(ranks).late_rank == late
+
+
 def test_one_rank_waits_for_none() -> None:
     compared = Comparison([QUICK])
     assert (compared.waits_s, compared.offsets_ns, compared.clock_error_s) == ([0], [0], None)

@@ -141,7 +141,7 @@ class Comparison:
 
     @cached_property
     def late_rank(self) -> int | None:
-        """The index of the rank that others wait for, if it is the same in all steps."""
+        """The index of the rank that others wait for, if it is the same in nearly all steps."""
         late = dict[int, Counter[int]]()
         for each, last in zip(self.same_collectives, self._lasts(), strict=True):
             begins = [self._begin(c, i) for i, c in enumerate(each)]
@@ -151,8 +151,9 @@ class Comparison:
             )
             step = next(s.number for s in self.ranks[0].steps if each[0].begin < s.end)
             late.setdefault(step, Counter())[begins.index(last)] += waited
-        found = {max(counts, key=counts.__getitem__) for counts in late.values()}
-        return found.pop() if len(found) == 1 else None
+        found = Counter(max(counts, key=counts.__getitem__) for counts in late.values())
+        # Any rank is late at times, as when its host is busy for a moment: one step of five may be.
+        return next((rank for rank, count in found.items() if count >= 0.8 * len(late)), None)
 
     @cached_property
     def traffic(self) -> list[Traffic]:
