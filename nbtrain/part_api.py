@@ -76,7 +76,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares it with `_NA
     from .ui import run_texts
     from .ui.displays import prompt
     from .ui.displays.html_display import Display, show
-    from .ui.tables import RIGHT, html_table, text_table
+    from .ui.tables import LEFT, RIGHT, html_table, text_table
     from .worker import hooks, rank_context
     from .worker.api import is_metric, log_values
     from .worker.hooks import Observer
@@ -131,7 +131,7 @@ _NAMES = {
     "ui": "run_texts",
     "ui.displays": "prompt",
     "ui.displays.html_display": "Display show",
-    "ui.tables": "RIGHT html_table text_table",
+    "ui.tables": "LEFT RIGHT html_table text_table",
     "worker": "hooks rank_context",
     "worker.api": "is_metric log_values",
     "worker.hooks": "Observer",
@@ -146,8 +146,9 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # written out because type checkers read it; a test compares it with `_NAMES`
-    "CONNECT_TIMEOUT_S", "FAILURE_REPORT_TIMEOUT_S", "IDLE", "LOGGER", "MAX_TEXT_CHARS", "OPTIONS",
-    "PASS", "POLL_INTERVAL_S", "REPORT_INTERVAL_S", "RIGHT", "SIGNALS", "START_TIMEOUT_S",
+    "CONNECT_TIMEOUT_S", "FAILURE_REPORT_TIMEOUT_S", "IDLE", "LEFT", "LOGGER", "MAX_TEXT_CHARS",
+    "OPTIONS", "PASS", "POLL_INTERVAL_S", "REPORT_INTERVAL_S", "RIGHT", "SIGNALS",
+    "START_TIMEOUT_S",
     "UNKILLABLE_AFTER_S", "UNRESPONSIVE_AFTER_S", "Action", "Address", "Call", "Cell", "CellPlace",
     "Channel", "Command", "Companion", "Device", "Display", "Engine", "EventWriter", "Exit",
     "FileCopies", "Finding", "ForkEngine", "Job", "JobState", "LaunchError", "LaunchSide",

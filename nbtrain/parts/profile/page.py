@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import compress
 
-from ...part_api import RIGHT, format_bytes, html_table, plural, text_table
+from ...part_api import LEFT, RIGHT, format_bytes, html_table, plural, text_table
 from ...ui.board import axes, theme
+from ...ui.board.board import draw_frame
 from ...ui.board.canvas import CANVAS, Label, draw_on_page, draw_rule, label_tick
 from .reading.advice import Advice
 from .reading.comparison import Comparison
@@ -51,18 +52,18 @@ def draw_page(
         )
         if len(rows) > 1
     )
-    return (
-        f'<div style="{theme.FONT}"><div style="font-weight:600">{escape(title)}</div>'
+    return draw_frame(
+        f'<div style="font-weight:600">{escape(title)}</div>'
         f'<div style="margin:4px 0 8px">{theme.format_code(text)} '
         f"<strong>{theme.format_code(remedy)}</strong></div>"
         f"{_draw_legend(compared)}{draw_lanes(compared, advice)}{_describe_clocks(compared)}"
-        f"{theme.draw_folded('Figures', tables)}</div>"
+        f"{theme.draw_folded('Figures', tables)}"
     )
 
 
 def _draw_table(rows: Rows) -> str:
     """Draw a table as HTML."""
-    styles = ["" if _is_text(at, head) else RIGHT for at, head in enumerate(rows[0])]
+    styles = [LEFT if _is_text(at, head) else RIGHT for at, head in enumerate(rows[0])]
     return html_table(rows, styles, head=True)
 
 
@@ -103,8 +104,8 @@ def draw_lanes(compared: Comparison, advice: Advice | None) -> str:
         top += _LANE_PX + _GAP_PX
     marks += draw_rule(f"M0 {top - 3:.0f}H{CANVAS.width_units}", 0.5)
     labels += [
-        label_tick(tick / length_s, top + 8, format_time(tick))
-        for tick in axes.value_scale(0.0, length_s, 5).ticks
+        label_tick(tick / length_s, top + 8, format_time(tick) if tick else "0")
+        for tick in axes.value_scale(0.0, length_s, 4).ticks
         if tick <= length_s
     ]
     kinds = ", ".join(f"rank {r.rank}: {_describe(compared, r)}" for r in shown)
@@ -235,9 +236,9 @@ def write_text(
     return "\n".join(lines[:-1])
 
 
-def write_title(run: str, compared: Comparison) -> str:
-    """Return the title of a profile: the run, the steps and the ranks."""
+def write_title(compared: Comparison) -> str:
+    """Return the title of a profile: the steps and the ranks."""
     steps: Sequence[int] = [step.number for step in compared.ranks[0].steps]
     which = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     ranks = plural(len(compared.ranks), "rank")
-    return f"{run}: {which} of {ranks}, {format_time(compared.step_s)} each"
+    return f"Profile of {which}: {ranks}, {format_time(compared.step_s)} a step"

@@ -60,7 +60,8 @@ class Profile:
 
     @property
     def title(self) -> str:
-        return page.write_title(self.folder.parent.parent.name, self.comparison)
+        """Which steps of how many ranks."""
+        return page.write_title(self.comparison)
 
     def table(self) -> Any:
         """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
@@ -136,7 +137,8 @@ class Profile:
         return page.draw_page(self.title, self.comparison, self.advice, self._names)
 
     def __repr__(self) -> str:
-        return page.write_text(self.title, self.comparison, self.advice, self._names)
+        title = f"{self.folder.parent.parent.name}\n{self.title}"
+        return page.write_text(title, self.comparison, self.advice, self._names)
 
 
 def read_profile(folder: Path, run: RunFolder, state: RunState) -> Profile | None:

@@ -31,7 +31,7 @@ def pages(notebook: Notebook, options: str, steps: int = 8) -> list[str]:
     out = notebook.run(cell(options, steps))
     assert not out.ename, out.evalue
     shown = [each["text/plain"] for each in (*out.displays, *out.updates)]
-    return [text for text in shown if "steps 3 to 5 of 2 ranks" in text]
+    return [text for text in shown if "steps 3 to 5: 2 ranks" in text]
 
 
 @pytest.mark.parametrize("view", ["auto", "html"])
@@ -45,7 +45,7 @@ def test_a_cell_shows_what_it_recorded_below_its_board(notebook: Notebook, view:
 def test_a_cell_in_text_prints_what_it_recorded(notebook: Notebook) -> None:
     assert not notebook.run(SETUP).ename
     out = notebook.run(cell("--profile --view text"))
-    assert out.stdout.count("steps 3 to 5 of 2 ranks") == 1
+    assert out.stdout.count("steps 3 to 5: 2 ranks") == 1
 
 
 def test_a_cell_without_a_display_shows_nothing(notebook: Notebook) -> None:
@@ -64,7 +64,7 @@ def test_a_run_in_the_background_shows_the_page_in_its_own_cell(notebook: Notebo
     assert not started.ename
     waited = notebook.run("run = nbtrain.last_run(); run.wait()")
     texts = [each["text/plain"] for each in (*started.updates, *waited.updates)]
-    assert any("steps 3 to 5 of 2 ranks" in text for text in texts)
+    assert any("steps 3 to 5: 2 ranks" in text for text in texts)
     assert not any("steps 3 to 5" in each["text/plain"] for each in waited.displays)
 
 
@@ -80,6 +80,6 @@ def test_live_ranks_are_recorded_too(notebook: Notebook) -> None:
             2
         ]
         texts = [each["text/plain"] for each in (*out.displays, *out.updates)]
-        assert any("steps 3 to 5 of 2 ranks" in text for text in texts)
+        assert any("steps 3 to 5: 2 ranks" in text for text in texts)
     finally:
         notebook.run("%nbtrain stop")

@@ -140,7 +140,7 @@ def test_the_text_has_a_bar_of_each_rank() -> None:
 
 def test_the_title_names_the_steps() -> None:
     one = of_rank(0)
-    assert page.write_title("run", Comparison([one])) == "run: step 1 of 1 rank, 1 ms each"
+    assert page.write_title(Comparison([one])) == "Profile of step 1: 1 rank, 1 ms a step"
     two = replace(one, steps=[*one.steps, replace(one.steps[0], number=1002)])
-    title = page.write_title("run", Comparison([two, two]))
-    assert title == "run: steps 1 to 1,002 of 2 ranks, 1 ms each"
+    title = page.write_title(Comparison([two, two]))
+    assert title == "Profile of steps 1 to 1,002: 2 ranks, 1 ms a step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 import threading
 import time
 
@@ -38,6 +39,31 @@ def test_the_innermost_line_of_the_users_code_is_noted() -> None:
     times = [sample.time_ns for sample in sampler.samples]
     assert times == sorted(times)
     assert 0 <= time.time_ns() - times[-1] < 60e9
+
+
+def count_in_python() -> int:
+    """Run Python for some milliseconds, and release its lock."""
+    count = 0
+    for number in range(200_000):
+        count += number
+    time.sleep(1e-6)
+    return count
+
+
+def test_lines_that_run_python_are_noted_as_often_as_they_run() -> None:
+    sampler, usual = Sampler(0.001, 10_000), sys.getswitchinterval()
+    sampler.start()
+    deadline = time.monotonic() + 30
+    while len(sampler.samples) < 100:
+        count_in_python()
+        assert time.monotonic() < deadline
+    sampler.stop()
+    assert sys.getswitchinterval() == usual
+    lines, first = inspect.getsourcelines(count_in_python)
+    sleeps = first + next(i for i, line in enumerate(lines) if "sleep" in line)
+    sampled = [int(sample.line.rpartition(":")[2]) for sample in sampler.samples]
+    # Of a thread that Python lets run for 5 ms, one in twenty would be of the loop.
+    assert sum(line < sleeps for line in sampled) > 0.2 * len(sampled)
 
 
 def test_it_takes_no_more_samples_than_allowed() -> None:
