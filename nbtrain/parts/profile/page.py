@@ -160,11 +160,11 @@ def list_ranks(compared: Comparison) -> Rows:
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
     heads = [name_kind(kind, has_gpu) for kind in KINDS]
     rows: Rows = [("rank", "step", *heads, "waits for others", "hidden")]
-    for rank, wait in zip(compared.ranks, compared.waits_s, strict=True):
+    for rank, waiting in zip(compared.ranks, compared.waiting_shares, strict=True):
         shares = compared.shares(rank)
         mean_s = compared.mean_s(rank, *KINDS)
         hidden = compared.hidden_s(rank) / mean_s
-        cells = map(format_share, (*(shares[kind] for kind in KINDS), wait / mean_s, hidden))
+        cells = map(format_share, (*(shares[kind] for kind in KINDS), waiting, hidden))
         rows.append((str(rank.rank), format_time(mean_s), *cells))
     return rows
 

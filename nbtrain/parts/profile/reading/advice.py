@@ -73,7 +73,7 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         return None
     slow, others = compared.ranks[late], [r for i, r in enumerate(compared.ranks) if i != late]
     waits = [wait for i, wait in enumerate(compared.waits_s) if i != late]
-    saving = fmean(waits) / compared.step_s
+    saving = fmean(s for i, s in enumerate(compared.waiting_shares) if i != late)
 
     def usual_s(kinds: tuple[str, ...]) -> float:
         return median(compared.median_s(rank, *kinds) for rank in others)
@@ -174,11 +174,7 @@ def _communication(compared: Comparison) -> Advice | None:
     """Advise about collectives that the ranks wait for, beyond waiting for a late rank."""
     if len(compared.ranks) < 2:
         return None
-    exposed = [
-        max(0.0, compared.median_s(rank, "communication") - wait)
-        for rank, wait in zip(compared.ranks, compared.waits_s, strict=True)
-    ]
-    saving = fmean(exposed) / compared.step_s
+    saving = fmean(compared.transfer_shares)
     share = format_share(saving)
     text = f"The ranks wait for collectives during {share} of each step, and do nothing else then"
     if not compared.traffic:

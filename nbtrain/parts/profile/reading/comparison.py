@@ -70,8 +70,8 @@ class Comparison:
         return median(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
 
     def usual_share(self, rank: RankProfile, *kinds: str) -> float:
-        """Return the share of a rank's median step that some kinds take."""
-        return self.median_s(rank, *kinds) / self.median_s(rank, *KINDS)
+        """Return the share of a rank's step that some kinds take: the median of the steps."""
+        return median(sum(s.parts_ns[k] for k in kinds) / (s.end - s.begin) for s in rank.steps)
 
     @cached_property
     def same_collectives(self) -> list[tuple[Collective, ...]]:
@@ -124,11 +124,35 @@ class Comparison:
         ]
 
     @cached_property
+    def _waits_ns(self) -> list[list[int]]:
+        """How long each rank waits in each step for ranks that come later to a collective."""
+        return [
+            [total(intersect(waits, [(step.begin, step.end)])) for step in rank.steps]
+            for rank, waits in ((r, self.find_waits(i)) for i, r in enumerate(self.ranks))
+        ]
+
+    @cached_property
     def waits_s(self) -> list[float]:
         """How long each rank waits for ranks that come later to a collective: the median step."""
+        return [median(waits) / 1e9 for waits in self._waits_ns]
+
+    @cached_property
+    def waiting_shares(self) -> list[float]:
+        """The share of each rank's step that is such a wait: the median of the steps."""
         return [
-            median(total(intersect(waits, [(step.begin, step.end)])) / 1e9 for step in rank.steps)
-            for rank, waits in ((r, self.find_waits(i)) for i, r in enumerate(self.ranks))
+            median(ns / (s.end - s.begin) for s, ns in zip(rank.steps, waits, strict=True))
+            for rank, waits in zip(self.ranks, self._waits_ns, strict=True)
+        ]
+
+    @cached_property
+    def transfer_shares(self) -> list[float]:
+        """The share of each rank's step in the rest of `communication`: the median of the steps."""
+        return [
+            median(
+                (s.parts_ns["communication"] - ns) / (s.end - s.begin)
+                for s, ns in zip(rank.steps, waits, strict=True)
+            )
+            for rank, waits in zip(self.ranks, self._waits_ns, strict=True)
         ]
 
     def find_waits(self, index: int) -> list[Interval]:
