@@ -103,6 +103,9 @@ SEARCHED = {
     "guides/debugger": "breakpoint, pdb, debug",
     "guides/background": "background, detach, close browser, disconnect",
     "guides/steering": "early stopping, stop early, finish early, change learning rate, knob",
+    "guides/profile": "profiler, torch.profiler, bottleneck, slow training, why is it slow, trace, "
+    "Perfetto, no faster than one GPU, GPU utilization, slow DataLoader",
+    "tutorials/profile": "slow training, bottleneck, not faster with two GPUs, slow DataLoader",
     "guides/checkpoints": "resume, checkpoint, restart, continue training, max_restarts",
     "guides/memory": "memory, CUDA out of memory, batch size fits, VRAM",
     "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "

@@ -44,6 +44,9 @@ telemetry  CPU time that the watching of steps, loss and data adds to a step, as
 steering  µs that a step takes because a run can be steered, while nobody asks, next to an empty
         method, and the shortest step next to one with NBTRAIN_DISABLE=steering; ms by which a
         request to turn the learning rate delays the steps of a DDP loop on 2 ranks, next to a step.
+profile  ms of a step of a DDP loop on 2 ranks while no profile is recorded, and after one, next to
+        nbtrain without its part for profiles; the same of the CPU time of the shortest step; and
+        how often that step calls functions of the part, next to one that is recorded.
 board   CPU time in the kernel: µs to fold an event of 1,024 ranks that say ten a second each, next
         to decoding its line; ms to draw 8, 64 and 1,024 ranks, next to rich's table of as many
         rows; bytes of the page. In this process, not in a kernel.
@@ -83,6 +86,7 @@ import memory
 import noop
 import peers
 import picture
+import profiles
 import refusal
 import scale_cluster
 import slurm_job
@@ -101,6 +105,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "guard": refusal.rows,
     "telemetry": telemetry.rows,
     "steering": steering.rows,
+    "profile": profiles.rows,
     "board": board.rows,
     "live_board": live_board.rows,
     "live": live.rows,

@@ -70,6 +70,7 @@ TUTORIALS = {
     "failure": "rank 0: IndexError: Target 7 is out of bounds.",
     "hang": "Rank 0 is in all_reduce",
     "scaling": "speed-up",
+    "profile": "The ranks wait for batches",
     "overnight": "it went on from step 40",
     "steering": "finished early at step",
 }

@@ -21,6 +21,9 @@ from tests.ui.browser.conftest import FLAGS, _chromium
 
 PICTURES = NOTEBOOKS / "_static" / "gallery"
 SIZE = 560, 340
+SHOWN = {"profile": 1}
+"""Which of a page's outputs with HTML is the picture, if not the first."""
+
 CARD = re.compile(r"^:img-top: (?:\.\./)?_static/gallery/(\w+)\.png\n:link: (\S+)$", re.M)
 
 
@@ -40,7 +43,7 @@ def main(site: Path) -> None:
             page.goto((site / f"{link}.html").resolve().as_uri())
             boards = page.locator(".cell_output .output.text_html")
             texts = page.locator(".cell_output").all()
-            board = boards.first if boards.count() else max(texts, key=_height)
+            board = boards.nth(SHOWN.get(name, 0)) if boards.count() else max(texts, key=_height)
             shot = Image.open(io.BytesIO(board.screenshot())).convert("RGB")
             width, height = shot.size
             cut = shot.crop((0, 0, width, min(height, width * SIZE[1] // SIZE[0])))
