@@ -17,7 +17,7 @@ EXPECTED = {
     "loader": ("slow-loader", None, "time.sleep(self._sample_s)"),
     "loader-workers": ("slow-loader", ..., ""),
     "loader-of-rank": ("slow-loader-of-rank", 1, "time.sleep(self._sample_s)"),
-    "loader-workers-of-rank": ("slow-loader", 1, "inputs = next(loader)"),
+    "loader-workers-of-rank": ("slow-loader", 1, ""),
     "slow-rank": ("slow-rank", 1, "loss = net(inputs).square().mean()"),
     "python-of-rank": ("slow-rank", 2, "time.sleep(python_s)"),
     "batches": ("unequal-batches", 1, ""),

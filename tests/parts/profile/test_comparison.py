@@ -6,11 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from nbtrain.parts.profile.reading.advice import give_advice
 from nbtrain.parts.profile.reading.comparison import Comparison
 from nbtrain.parts.profile.reading.trace import Collective, RankProfile, read_trace
 from tests.parts.profile import written
 from tests.parts.profile.recorded import CAUSES, read_json, read_recording, trace_files
-from tests.parts.profile.written import BASE_NS, kernel, nccl, operation, step, waited_for
+from tests.parts.profile.written import (
+    BASE_NS,
+    LOADER,
+    kernel,
+    nccl,
+    note,
+    operation,
+    step,
+    waited_for,
+)
 
 SHIFT_NS = 3_700_000
 
@@ -211,3 +221,21 @@ def test_a_wrong_clock_changes_neither_waits_nor_the_late_rank(cause: str) -> No
 def test_the_typical_step_is_the_one_of_median_length() -> None:
     rank = rank_of(0, step(1, 0, 500), step(2, 500, 600), step(3, 600, 800))
     assert Comparison([rank]).typical == 2
+
+
+def test_batches_that_come_in_rounds_count_by_their_mean() -> None:
+    """Two workers deliver two batches at once, so that only every second step waits."""
+    steps = step(1, 0, 100), step(2, 100, 200), step(3, 200, 1200)
+    events = (
+        operation("aten::mm", 5, 195),
+        note(LOADER, 210, 1110),
+        operation("aten::mm", 1110, 1190),
+    )
+    compared = Comparison([rank_of(0, *steps, *events)])
+    (rank,) = compared.ranks
+    assert compared.usual_share(rank, "data") == pytest.approx(0.75)
+    assert compared.typical == 2
+    advice = give_advice(compared)
+    assert advice is not None
+    assert advice.code == "slow-loader"
+    assert compared.step_s == pytest.approx(400e-6)

@@ -20,6 +20,7 @@ from tests.parts.profile import written
 from tests.parts.profile.recorded import CAUSES, read_json, read_recording, trace_files
 from tests.parts.profile.written import (
     BASE_NS,
+    LOADER,
     all_reduce,
     kernel,
     launch,
@@ -29,7 +30,6 @@ from tests.parts.profile.written import (
     step,
 )
 
-LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 OPTIMIZER = "Optimizer.step#AdamW.step"
 
 ON_CPU = written.trace(

@@ -8,6 +8,9 @@ from nbtrain.parts.profile.reading.trace import WAIT
 
 Record = dict[str, Any]
 
+LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+"""The annotation of a batch that is fetched."""
+
 BASE_NS = 1_700_000_000_000_000_000
 
 

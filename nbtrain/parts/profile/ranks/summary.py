@@ -23,12 +23,15 @@ from ..files import summary_file, trace_file
 from ..reading.trace import Sample, read_trace
 
 _READ = """
-import json, sys
+import importlib.util, json, sys
 order = json.loads(sys.argv[1])
-sys.path.append(order["root"])
+spec = importlib.util.spec_from_file_location("nbtrain", order["package"])
+sys.modules["nbtrain"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
 from nbtrain.parts.profile.ranks.summary import main
 main(order)
 """
+"""Imports the package that this process has, wherever it is, and not another one of its name."""
 
 
 def start(
@@ -40,7 +43,7 @@ def start(
     the user's folders: a module of the name `json` may be there. Raises `OSError`.
     """
     order = {
-        "root": str(Path(__file__).parents[4]),
+        "package": str(Path(__file__).parents[3] / "__init__.py"),
         "folder": str(folder),
         "rank": rank,
         "first_step": first_step,

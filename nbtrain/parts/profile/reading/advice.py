@@ -118,18 +118,15 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
 
 def _late_loader(slow: RankProfile, saving: float, text: str, place: _Places) -> Advice:
     """Advise about a rank that others wait for because it waits for its batches."""
-    where = place.most(slow, "data")
-    at = f" It spends it in {where}." if where else ""
     if slow.loader.startswith("_MultiProcessing"):
         # The traces do not tell whether the others' workers are faster, or only ahead.
-        return Advice(
-            "slow-loader",
-            saving,
-            f"{text}{at}",
-            "The workers of its DataLoader are too slow. Those of the others may be no faster: "
-            f"a rank with batches in stock does not wait. {_MORE_WORKERS}",
-            slow.rank,
+        do = (
+            "The workers of its DataLoader are too slow. Those of the other ranks may be as slow, "
+            f"and have some batches in stock. {_MORE_WORKERS}"
         )
+        return Advice("slow-loader", saving, text, do, slow.rank)
+    where = place.most(slow, "data")
+    at = f" It spends it in {where}." if where else ""
     return Advice(
         "slow-loader-of-rank",
         saving,
@@ -164,8 +161,8 @@ def _loader(compared: Comparison, place: _Places) -> Advice | None:
     where = place.most(slowest, "data")
     at = f" Most of it is in {where}." if where else ""
     do = (
-        "The training does nothing else meanwhile: DataLoader(…, num_workers=4) prepares batches "
-        "beside it."
+        "The training does nothing else meanwhile: let `DataLoader(…, num_workers=2)` prepare "
+        "batches beside it, or prepare the data once, before the training."
     )
     return Advice("slow-loader", saving, f"{text}{at}", do)
 

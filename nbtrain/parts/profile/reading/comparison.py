@@ -42,15 +42,22 @@ class Comparison:
 
     @cached_property
     def step_s(self) -> float:
-        """The median step of the slowest rank, in seconds."""
-        return max(self.median_s(rank, *KINDS) for rank in self.ranks)
+        """The mean step of the slowest rank, in seconds."""
+        return max(self.mean_s(rank, *KINDS) for rank in self.ranks)
 
     @cached_property
     def typical(self) -> int:
-        """The index of the recorded step whose length is the median."""
+        """The index of the step that is drawn: of those that wait for data as usual, the median."""
         count = min(len(rank.steps) for rank in self.ranks)
         lengths = [max(r.steps[i].end - r.steps[i].begin for r in self.ranks) for i in range(count)]
-        return sorted(range(count), key=lengths.__getitem__)[count // 2]
+        usual = fmean(self.usual_share(rank, "data") for rank in self.ranks)
+
+        def distance(at: int) -> tuple[float, float]:
+            steps = [rank.steps[at] for rank in self.ranks]
+            waits = fmean(step.parts_ns["data"] / (step.end - step.begin) for step in steps)
+            return round(abs(waits - usual), 1), abs(lengths[at] - median(lengths))
+
+        return min(range(count), key=distance)
 
     def shares(self, rank: RankProfile) -> dict[str, float]:
         """Return the share of a rank's steps that each kind took. Their sum is 1."""
@@ -69,9 +76,15 @@ class Comparison:
         """Return the seconds of some kinds in a rank's steps: the median, without rare delays."""
         return median(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
 
-    def usual_share(self, rank: RankProfile, *kinds: str) -> float:
-        """Return the share of a rank's step that some kinds take: the median of the steps."""
-        return median(sum(s.parts_ns[k] for k in kinds) / (s.end - s.begin) for s in rank.steps)
+    def usual_share(self, rank: RankProfile, kind: str) -> float:
+        """Return the share of a rank's step that a kind takes: the median of the steps.
+
+        Of `data`, it is the mean: workers of a loader deliver batches in rounds, so that the rank
+        waits in some steps only.
+        """
+        if kind == "data":
+            return self.shares(rank)[kind]
+        return median(s.parts_ns[kind] / (s.end - s.begin) for s in rank.steps)
 
     @cached_property
     def same_collectives(self) -> list[tuple[Collective, ...]]:
