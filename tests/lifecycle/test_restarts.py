@@ -128,7 +128,7 @@ def test_which_failures_are_worth_another_attempt() -> None:
         ),
     )
     assert not restarts.can_restart(both)
-    assert "rank 0: TypeError: x" in restarts.describe_failure(both)
+    assert restarts.classify_failure(both) == ("exception", "rank 0: TypeError: x")
 
 
 def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> None:
