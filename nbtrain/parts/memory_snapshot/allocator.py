@@ -14,7 +14,7 @@ Observer = Callable[[int, int, int, int], None]
 `set_per_process_memory_fraction` allows), and the bytes that CUDA has left."""
 
 
-def call_when_initialized(torch: Any, start: Callable[[], None]) -> None:
+def call_when_ready(torch: Any, start: Callable[[], None]) -> None:
     """Call a function when this process uses CUDA: now, or while torch initializes it.
 
     To initialize it here would put a context on GPU 0 for all ranks. `start` must not raise, as
@@ -49,9 +49,7 @@ def observe(observer: Observer) -> None:
     """
     import torch
 
-    attach: Callable[[Observer], None]
-    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009 (no stub)
-    attach(observer)
+    torch._C._cuda_attach_out_of_memory_observer(observer)  # type: ignore[attr-defined]
 
 
 def take_snapshot() -> dict[str, Any]:

@@ -13,13 +13,12 @@ class SnapshotLaunch(LaunchSide):
     def findings(self, plan: Plan, device: str, engine: Engine) -> Iterable[Finding]:
         """Refuse the option where no rank can record. Raises `PlanError`.
 
-        The device of other hosts is only a guess here, so that their ranks report it.
+        The device of other hosts is only a guess here, so their ranks report that.
         """
-        if plan.memory_snapshot and engine.runs_in_kernel:
-            raise PlanError("memory_snapshot needs ranks, and here the kernel itself trains")
-        if plan.memory_snapshot and engine.checks_host and device != "cuda":
+        has_no_gpu = engine.runs_in_kernel or (engine.checks_host and device != "cuda")
+        if plan.memory_snapshot and has_no_gpu:
             raise PlanError(
-                "memory_snapshot records the memory of GPUs by CUDA or ROCm, and the ranks would "
-                f"train on the device `{device}`: leave the option out"
+                "memory_snapshot (--memory-snapshot) records the GPUs of ranks, by CUDA or ROCm, "
+                "and this launch has no such rank: leave it out"
             )
         return ()

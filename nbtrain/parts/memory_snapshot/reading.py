@@ -5,10 +5,11 @@ The format is described at `torch.cuda.memory._snapshot`.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...part_api import is_library
@@ -53,34 +54,25 @@ class MemoryUse:
     """What holds the memory, the largest first."""
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A piece of memory in use."""
-
-    size_bytes: int
-    frames: Sequence[Mapping[str, Any]]
+_Held = tuple[int, Sequence[Mapping[str, Any]]]
+"""The bytes of a piece of memory in use, and the stack that made it, the innermost frame first."""
 
 
 def read_memory(snapshot: Mapping[str, Any], device: int) -> MemoryUse:
     """Return what the allocator holds on a device at the time of the snapshot."""
     segments = [each for each in snapshot["segments"] if each["device"] == device]
-    blocks = [block for segment in segments for block in segment["blocks"]]
-    in_use = [block for block in blocks if block["state"] != "inactive"]
-    fragments = [
-        block["size"]
-        for segment in segments
-        if any(block["state"] != "inactive" for block in segment["blocks"])
-        for block in segment["blocks"]
-        if block["state"] == "inactive"
-    ]
+    used = [block for each in segments for block in each["blocks"] if block["state"] != "inactive"]
+    partly_used = [each for each in segments if each["active_size"]]
+    blocks = (block for each in partly_used for block in each["blocks"])
+    fragments = [block["size"] for block in blocks if block["state"] == "inactive"]
     return MemoryUse(
         device,
-        reserved_bytes=sum(segment["total_size"] for segment in segments),
-        active_bytes=sum(block["size"] for block in in_use),
-        allocated_bytes=sum(b["size"] for b in in_use if b["state"] == "active_allocated"),
+        reserved_bytes=sum(each["total_size"] for each in segments),
+        active_bytes=sum(each["active_size"] for each in segments),
+        allocated_bytes=sum(each["allocated_size"] for each in segments),
         fragment_bytes=sum(fragments),
         largest_fragment_bytes=max(fragments, default=0),
-        lines=_group_by_line(_Held(b["size"], b.get("frames", ())) for b in in_use),
+        lines=_group_by_line((block["size"], block.get("frames", ())) for block in used),
     )
 
 
@@ -92,87 +84,75 @@ def find_fullest_device(snapshot: Mapping[str, Any]) -> int:
     return max(reserved, key=reserved.__getitem__, default=0)
 
 
-def read_peak(snapshot: Mapping[str, Any], device: int) -> tuple[int, tuple[LineUse, ...]]:
-    """Return the most bytes that tensors held at once, and the lines that held them.
+def read_peak(snapshot: Mapping[str, Any], use: MemoryUse) -> MemoryUse:
+    """Return `use` with the most bytes that tensors held at once, and the lines that held them.
 
     Only what is recorded counts. Sizes are those that were requested, before the allocator rounds
     them.
     """
     traces: Sequence[Sequence[Mapping[str, Any]]] = snapshot["device_traces"]
-    trace = traces[device] if device < len(traces) else ()
-    held = {
-        block["address"]: _Held(block["requested_size"], block.get("frames", ()))
+    trace = traces[use.device] if use.device < len(traces) else ()
+    at_end: dict[int, _Held] = {
+        block["address"]: (block["requested_size"], block.get("frames", ()))
         for segment in snapshot["segments"]
-        if segment["device"] == device
+        if segment["device"] == use.device
         for block in segment["blocks"]
         if block["state"] != "inactive"
     }
-    size = peak = sum(each.size_bytes for each in held.values())
-    at_peak, undone = held.copy(), len(trace)
+    size = peak = sum(size for size, _ in at_end.values())
+    held, end_of_peak = at_end.copy(), len(trace)
     for number in range(len(trace) - 1, -1, -1):  # from the end, whose blocks are known
-        _undo(trace[number], held)
-        size += _freed_bytes(trace[number])
+        size += _undo(trace[number], held)
         if size > peak:
-            for entry in reversed(trace[number:undone]):
-                _undo(entry, at_peak)
-            peak, undone = size, number
-    made = {e["addr"]: e.get("frames", ()) for e in trace[:undone] if e["action"] == "alloc"}
-    return peak, _group_by_line(
-        _Held(each.size_bytes, each.frames or made.get(address, ()))
-        for address, each in at_peak.items()
-    )
+            peak, end_of_peak = size, number
+    for entry in reversed(trace[end_of_peak:]):
+        _undo(entry, at_end)
+    made = {e["addr"]: e.get("frames", ()) for e in trace[:end_of_peak] if e["action"] == "alloc"}
+    pieces = ((size, frames or made.get(addr, ())) for addr, (size, frames) in at_end.items())
+    return replace(use, allocated_bytes=peak, lines=_group_by_line(pieces))
 
 
-def _freed_bytes(entry: Mapping[str, Any]) -> int:
-    """Return by how much less was held after an entry of a trace than before it."""
-    sign = {"alloc": -1, "free_completed": 1}.get(entry["action"], 0)
-    return sign * int(entry["size"])
+def _undo(entry: Mapping[str, Any], held: dict[int, _Held]) -> int:
+    """Change what is held after an entry of a trace to what was before; return by how many bytes.
 
-
-def _undo(entry: Mapping[str, Any], held: dict[int, _Held]) -> None:
-    """Change what is held after an entry of a trace to what was held before it."""
+    Memory whose free waits for a stream is held until that is completed.
+    """
     if entry["action"] == "alloc":
         held.pop(entry["addr"], None)
-    elif entry["action"] == "free_completed":
-        held[entry["addr"]] = _Held(entry["size"], ())
+        return -int(entry["size"])
+    if entry["action"] == "free_completed":
+        held[entry["addr"]] = (entry["size"], ())
+        return int(entry["size"])
+    return 0
 
 
 def _group_by_line(held: Iterable[_Held]) -> tuple[LineUse, ...]:
     """Return how much each line of the user's code holds, the largest first."""
     sizes: Counter[Place] = Counter()
     counts: Counter[Place] = Counter()
-    libraries: dict[Place, Counter[Place]] = {}
-    is_known: dict[str, bool] = {}
-
-    def is_of_library(file: str) -> bool:
-        if file not in is_known:
-            is_known[file] = is_library(file)
-        return is_known[file]
-
-    for each in held:
-        place, library = _find_places(each.frames, is_of_library)
-        sizes[place] += each.size_bytes
+    libraries: defaultdict[Place, Counter[Place]] = defaultdict(Counter)
+    for size, frames in held:
+        place, library = _find_places(frames)
+        sizes[place] += size
         counts[place] += 1
-        libraries.setdefault(place, Counter())[library] += each.size_bytes
+        libraries[place][library] += size
     return tuple(
         LineUse(place, libraries[place].most_common(1)[0][0], size, counts[place])
         for place, size in sizes.most_common()
     )
 
 
-def _find_places(
-    frames: Iterable[Mapping[str, Any]], is_of_library: Callable[[str], bool]
-) -> tuple[Place, Place]:
-    """Return the innermost line of the user's code, and of a library that it calls except torch.
+_is_library = functools.lru_cache(10_000)(is_library)
 
-    `frames` begin with the innermost one.
-    """
+
+def _find_places(frames: Iterable[Mapping[str, Any]]) -> tuple[Place, Place]:
+    """Return the innermost line of the user's code, and of a library that it calls except torch."""
     library = NOWHERE
     for frame in frames:
         file, line = frame["filename"], frame["line"]
         if not line or not file.endswith((".py", ">")) or _GENERATED.search(file):
             continue  # of C++, or written by torch.compile
-        if not is_of_library(file):
+        if not _is_library(file):
             return (file, line), library
         if library == NOWHERE and not _TORCH.search(file):
             library = (file, line)
