@@ -17,8 +17,6 @@ from . import allocator, limits, report
 from .reading import find_fullest_device, read_memory, read_peak
 
 _RAN_OUT = re.compile("(?:CUDA|HIP)(?: error:)? out of memory")
-_VIEWER_PROTOCOL = 4
-"""The newest pickle protocol that PyTorch's viewer reads; Python 3.14 writes 5 by default."""
 _NOTHING = "No memory snapshot was made: torch did not use a GPU, or could not record its memory."
 
 
@@ -123,18 +121,18 @@ def _save(task: _Task) -> None:
     folder, shortage, failure = task.context.job.folder, task.shortage, ""
     try:
         snapshot = allocator.take_snapshot()
-        device = shortage.device if shortage is not None else -1
-        device = find_fullest_device(snapshot) if device < 0 else device
+        device = None if shortage is None else shortage.device
+        device = find_fullest_device(snapshot) if device is None else device
         use = read_memory(snapshot, device)
         use = use if shortage is not None else read_peak(snapshot, use)
         try:
             task.file.parent.mkdir(mode=0o700, exist_ok=True)
-            write(task.file, pickle.dumps(snapshot, _VIEWER_PROTOCOL))
+            # The viewer reads no later protocol, and Python 3.14 writes 5 by default.
+            write(task.file, pickle.dumps(snapshot, protocol=4))
         except OSError as error:
             failure = error.strerror or str(error)
-        name = str(task.file.relative_to(folder.path))
-        rank, cells = task.context.global_rank, folder.cells()
-        task.finding = report.describe(rank, use, shortage, cells, name, failure)
+        rank, cells, file = task.context.global_rank, folder.cells(), f"memory/{task.file.name}"
+        task.finding = report.describe(rank, use, shortage, cells, file, failure)
         task.is_saved = True
     except Exception:  # an allocator of another version, no memory on the host
         LOGGER.info("the memory snapshot was not saved", exc_info=True)

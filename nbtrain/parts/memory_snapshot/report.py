@@ -21,7 +21,7 @@ _SCATTERED = (
 class Shortage:
     """What torch knows when memory has run out: nothing if another library got no memory."""
 
-    device: int = -1
+    device: int | None = None
     requested_bytes: int = 0
     device_bytes: int = 0
     """The memory of the device, or the part of it that the process may use."""
