@@ -14,7 +14,7 @@ from ...part_api import events as ev
 from ...part_api import write_atomically as write
 from ...planning.option_types import read_disabled
 from . import allocator, limits, report
-from .reading import find_fullest_device, read_memory, read_peak
+from .reading import read_memory, read_peak
 
 _RAN_OUT = re.compile("(?:CUDA|HIP)(?: error:)? out of memory")
 _NOTHING = "No memory snapshot was made: torch did not use a GPU, or could not record its memory."
@@ -101,7 +101,7 @@ class SnapshotRank(RankSide):
                 task.finding = Finding("no-memory-snapshot", _NOTHING)
                 if task.is_recording:
                     _save(task)
-            _note(task)
+            _note(task, "returned")
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
         """Report what held the memory, if it has run out.
@@ -113,7 +113,7 @@ class SnapshotRank(RankSide):
                 if task.is_recording and not task.is_saved and _RAN_OUT.search(str(error)):
                     task.shortage = task.shortage or report.Shortage()
                     _save(task)
-                _note(task)
+                _note(task, "raised")
 
 
 def _save(task: _Task) -> None:
@@ -121,9 +121,7 @@ def _save(task: _Task) -> None:
     folder, shortage, failure = task.context.job.folder, task.shortage, ""
     try:
         snapshot = allocator.take_snapshot()
-        device = None if shortage is None else shortage.device
-        device = find_fullest_device(snapshot) if device is None else device
-        use = read_memory(snapshot, device)
+        use = read_memory(snapshot, None if shortage is None else shortage.device)
         use = use if shortage is not None else read_peak(snapshot, use)
         try:
             task.file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -132,22 +130,21 @@ def _save(task: _Task) -> None:
         except OSError as error:
             failure = error.strerror or str(error)
         rank, cells, file = task.context.global_rank, folder.cells(), f"memory/{task.file.name}"
-        task.finding = report.describe(rank, use, shortage, cells, file, failure)
-        task.is_saved = True
+        finding = report.describe(rank, use, shortage, cells, file, failure)
+        task.finding, task.is_saved = finding, True
     except Exception:  # an allocator of another version, no memory on the host
         LOGGER.info("the memory snapshot was not saved", exc_info=True)
     task.saved_s = time.monotonic()
 
 
-def _note(task: _Task) -> None:
-    """Write what the last snapshot shows, except after that of another rank on this host.
+def _note(task: _Task, ending: str) -> None:
+    """Write what the last snapshot shows, for the first rank of this host that ends this way.
 
     Ranks mostly hold the same, and run out together.
     """
-    finding, task.finding, own = task.finding, None, task.file
-    files = own.parent.glob(own.name.replace(f"{task.context.rank:04d}", "????", 1))
-    saved: dict[Path, tuple[int, Path]] = {}
-    with contextlib.suppress(OSError):  # the user deletes the folder
-        saved = {file: (file.stat().st_mtime_ns, file) for file in files}
-    if finding is not None and (own not in saved or saved[own] == min(saved.values())):
+    finding, task.finding = task.finding, None
+    marker = task.file.with_name(f".noted-{task.context.job.attempt}-{ending}")
+    if finding is not None and not marker.exists():
+        with contextlib.suppress(OSError):  # a full disk: then each rank writes it
+            marker.touch(mode=0o600)
         task.context.writer.write(ev.RunNote.of(finding))

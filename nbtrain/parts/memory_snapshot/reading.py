@@ -58,8 +58,9 @@ _Held = tuple[int, Sequence[Mapping[str, Any]]]
 """The bytes of a piece of memory in use, and the stack that made it, the innermost frame first."""
 
 
-def read_memory(snapshot: Mapping[str, Any], device: int) -> MemoryUse:
-    """Return what the allocator holds on a device at the time of the snapshot."""
+def read_memory(snapshot: Mapping[str, Any], device: int | None) -> MemoryUse:
+    """Return what the allocator holds on a device; None: on the one where it has most."""
+    device = _find_fullest_device(snapshot) if device is None else device
     segments = [each for each in snapshot["segments"] if each["device"] == device]
     used = [block for each in segments for block in each["blocks"] if block["state"] != "inactive"]
     partly_used = [each for each in segments if each["active_size"]]
@@ -76,7 +77,7 @@ def read_memory(snapshot: Mapping[str, Any], device: int) -> MemoryUse:
     )
 
 
-def find_fullest_device(snapshot: Mapping[str, Any]) -> int:
+def _find_fullest_device(snapshot: Mapping[str, Any]) -> int:
     """Return the device on which the allocator has reserved most."""
     reserved: Counter[int] = Counter()
     for segment in snapshot["segments"]:

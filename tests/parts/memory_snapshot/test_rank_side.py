@@ -92,7 +92,7 @@ def notes(run: nbtrain.Run) -> list[str]:
 
 
 def files(run: nbtrain.Run) -> list[str]:
-    return sorted(path.name for path in (run.folder / "memory").glob("*"))
+    return sorted(path.name for path in (run.folder / "memory").glob("rank-*"))
 
 
 def test_memory_that_runs_out_leaves_a_snapshot_and_one_note(gpu: Pretence) -> None:
@@ -185,6 +185,19 @@ def test_code_that_tries_batch_sizes_is_not_held_up(
     monkeypatch.setattr(limits, "SAVE_INTERVAL_S", 1000.0)
     run = failing(lambda: train(True), memory_snapshot=True)
     assert "(the last of 6 times)" in notes(run)[0]  # taken as the error came out
+
+
+def test_a_rank_that_fails_is_reported_though_another_has_caught_the_error(gpu: Pretence) -> None:
+    def train() -> None:
+        if nbtrain.rank() == 0:
+            with pytest.raises(torch.OutOfMemoryError):
+                gpu.run_out()
+        else:
+            time.sleep(0.5)
+            gpu.run_out()
+
+    run = failing(train, n=2, memory_snapshot=True)
+    assert sorted(note[:6] for note in notes(run)) == ["Rank 0", "Rank 1"]
 
 
 def test_a_library_that_gets_no_memory_is_reported_too(gpu: Pretence) -> None:

@@ -10,7 +10,6 @@ import pytest
 from nbtrain.parts.memory_snapshot.reading import (
     NOWHERE,
     LineUse,
-    find_fullest_device,
     read_memory,
     read_peak,
 )
@@ -70,9 +69,9 @@ def test_a_frame_without_a_line_is_none() -> None:
 
 
 def test_the_fullest_device_is_found() -> None:
-    assert find_fullest_device(full()) == 0
-    assert find_fullest_device(snapshot(segment(0, block(0, 1), device=3))) == 3
-    assert find_fullest_device(snapshot()) == 0
+    assert read_memory(full(), None) == read_memory(full(), 0)
+    assert read_memory(snapshot(segment(0, block(0, 1), device=3)), None).device == 3
+    assert read_memory(snapshot(), None).device == 0
 
 
 def peak_of(made: dict[str, Any], device: int = 0) -> tuple[int, dict[Any, int]]:
