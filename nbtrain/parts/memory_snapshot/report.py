@@ -45,7 +45,9 @@ def describe(
     held, gpu, advice = format_bytes(use.allocated_bytes), f"GPU {use.device}", ""
     kept, largest = format_bytes(use.reserved_bytes), format_bytes(use.largest_fragment_bytes)
     free = f"{format_bytes(use.fragment_bytes)} were free in fragments of at most {largest}"
-    text = f"The tensors of rank {rank} held {held} on {gpu} at most. At the end, {free} of {kept}"
+    free = free if use.fragment_bytes else "no fragments were free"
+    at_end = f"at the end, the allocator kept {kept}, and {free}"
+    text = f"The tensors of rank {rank} held {held} on {gpu} at most; {at_end}"
     if shortage is not None:
         size, whole = format_bytes(shortage.requested_bytes), format_bytes(shortage.device_bytes)
         tried = f"{size} on {gpu} of {whole}" if shortage.times else f"memory on {gpu}"
