@@ -29,6 +29,7 @@ TABLE = (
     "steering",
     "profile",
     "memory",
+    "memory_snapshot",
     "scaling",
     "export",
     "forwarding",

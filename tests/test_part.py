@@ -138,7 +138,16 @@ def test_an_option_of_a_part_names_one() -> None:
     named = {option.part for option in option_parser.cell_options().values() if option.part}
     assert (
         named
-        == {"debugger", "forwarding", "profile", "ray", "slurm", "steering", "tpu"}
+        == {
+            "debugger",
+            "forwarding",
+            "memory_snapshot",
+            "profile",
+            "ray",
+            "slurm",
+            "steering",
+            "tpu",
+        }
         <= {*part.TABLE}
     )
 

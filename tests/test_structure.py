@@ -145,6 +145,7 @@ TESTED_TOGETHER = {
     "parts/debugger/*": "parts/debugger/test_conversation.py",
     "parts/live/*": "parts/live/test_live_ranks.py",  # a kernel, cell by cell
     "parts/memory/*": "parts/memory/test_memory.py",  # estimates against real allocations
+    "parts/memory_snapshot/*": "parts/memory_snapshot/test_rank_side.py",  # whole runs
     "parts/profile/*": "parts/profile/test_recorder.py",  # whole trainings
     "parts/ray/*": "parts/ray/cluster/test_engine.py",  # a real Ray
     "parts/slurm/*": "parts/slurm/test_engine.py",  # a real Slurm

@@ -48,8 +48,9 @@ _REMEDIES = {
         "Every rank must take part in a reduce, with a tensor of the same shape."
     ),
     r"CUDA (?:error: )?out of memory": (
-        "`%nbtrain memory` shows what a model takes for training, by part; use a smaller batch, or "
-        "mixed precision."
+        "`%nbtrain memory` shows what a model takes for training, by part, and a launch with "
+        "`--memory-snapshot` names the lines that hold the memory. Use a smaller batch, or mixed "
+        "precision."
     ),
     "CUDA error: (?:device-side assert|an illegal memory access)": (
         "A GPU reports such an error some lines after the one that caused it. Run the cell with "

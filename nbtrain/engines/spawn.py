@@ -183,7 +183,7 @@ def _advice(error: OSError) -> str:
 def _order(job: Job, rank: int, parcel: payload.PackedPlan) -> dict[str, Any]:
     """Return what a rank needs before it can unpickle the rest."""
     sent = ["world_size", "device", "threads", "port", "attempt", "scratch", "unanswered"]
-    sent += ["in_notebook", "checkpoint_refusal", "rank_sides"]
+    sent += ["in_notebook", "checkpoint_refusal", "rank_sides", "failure_before"]
     return {
         "parent": os.getpid(),
         "clock": clock.offset(),

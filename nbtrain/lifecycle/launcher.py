@@ -125,6 +125,7 @@ def launch(
     start_from: Run | str | os.PathLike[str] | None = None,
     turn: Mapping[str, Any] | None = None,
     profile: str | int | tuple[int, int] | bool | None = None,
+    memory_snapshot: bool = False,
     background: bool = False,
     detach: bool = False,
     submit: str | None = None,
@@ -190,6 +191,8 @@ def launch(
             ``{"lr": "/3"}``. A checkpoint that is loaded does not replace them.
         profile: record some steps of all ranks, and show where their time goes: True for the 3
             steps after the second, a number of steps, or ``"100:3"`` for the 3 after step 100.
+        memory_snapshot: record what the ranks allocate on GPUs. When memory runs out, or at the
+            end, a note shows which lines hold it. A restart after that failure records by itself.
         background: return the run when its ranks have started; it ends with the kernel.
         detach: the same, but the run survives the kernel: ``%nbtrain show`` displays it in another.
         submit: the same, on the nodes of a Slurm job of its own: options of ``sbatch`` for that

@@ -16,7 +16,7 @@ from ..engines.process.orphan_reaper import OrphanReaper
 from ..errors import LaunchError
 from ..findings import Finding
 from ..hangs.failures import find_causes
-from ..hangs.verdict import describe_rank_failure
+from ..hangs.verdict import classify_rank_failure
 from ..system.processes import process_identity
 from ..tracking import limits as tracking_limits
 from ..tracking.run_folder import archive_attempt
@@ -82,14 +82,13 @@ def run_attempts(
             state = supervisor.state
             if not supervisor.has_failed or not can_restart(state):
                 break
-            reason = (
-                f"attempt {state.attempt} of {state.attempts} failed: {describe_failure(state)}"
-            )
+            kind, why = classify_failure(state)
+            reason = f"attempt {state.attempt} of {state.attempts} failed: {why}"
             archive_attempt(job.folder, job.world_size, state.attempt)
             number = state.attempt + 1
             if not supervisor.begin_attempt(number, reason, restart_delay_s(number), interrupts):
                 break
-            job = replace(job, attempt=number)
+            job = replace(job, attempt=number, failure_before=kind)
     except BaseException as error:  # an interrupt, too; the caller raises it
         code = error.code if isinstance(error, LaunchError) else ""
         supervisor.abort(f"{type(error).__name__}: {error}", code)
@@ -200,16 +199,18 @@ def can_restart(state: RunState) -> bool:
     return has_trained or not all(rank.error_type in _MISTAKES for rank in find_causes(state))
 
 
-def describe_failure(state: RunState) -> str:
-    """Return why an attempt failed, by the earliest rank that another did not cause to fail.
+def classify_failure(state: RunState) -> tuple[str, str]:
+    """Return the kind of an attempt's failure, as in `FailureReport.kind`, and why it failed.
 
-    Without one, it is "no rank reported why".
+    Both are of the earliest rank that another did not cause to fail. Without one, the kind is "",
+    and the reason "no rank reported why".
     """
     failed = find_causes(state)
     if not failed:
-        return "no rank reported why"
+        return "", "no rank reported why"
     first = min(failed, key=lambda rank: rank.ended or 0.0)
-    return f"rank {first.rank}: {describe_rank_failure(first, state)}"
+    kind, headline = classify_rank_failure(first, state)
+    return kind, f"rank {first.rank}: {headline}"
 
 
 def _has_made_step(rank: RankState) -> bool:

@@ -234,6 +234,13 @@ class Plan:
         convert=options.read_profile,
         part="profile",
     )
+    memory_snapshot: bool = option(
+        "--memory-snapshot",
+        "record what the ranks allocate on GPUs; when memory runs out, or at the end, show which "
+        "lines hold it",
+        False,
+        part="memory_snapshot",
+    )
     background: bool = option(
         "--background",
         "return the prompt at once; the board stays live, and run.wait() waits for the end",

@@ -81,6 +81,7 @@ class RunFolder:
     scheduled_job = _File("scheduled-job")
     peeks = _File("peeks")
     profiles = _File("profiles")
+    memory = _File("memory")
 
     events = _RankFile("jsonl")
     log = _RankFile("log")
@@ -103,14 +104,16 @@ class RunFolder:
     def list_result_files(self, rank: int) -> list[str]:
         """Return the files of a rank's outcome as paths relative to the run folder.
 
-        These are its result, failure and variables, if they exist, and for rank 0 also all weights
-        of the run. They are complete when the rank has ended.
+        These are its result, failure and variables, what it recorded of its steps and its memory,
+        if they exist, and for rank 0 also all weights of the run. They are complete when the rank
+        has ended.
         """
         kinds = (self.result(rank), self.failure(rank), self.out(rank))
         paths = [path for path in kinds if path.exists()]
         if rank == 0 and self.weights.exists():
             paths += sorted(self.weights.iterdir())
         paths += self.list_profile_files(rank)
+        paths += sorted(self.memory.glob(f"rank-{rank:04d}.*pickle"))
         return [str(path.relative_to(self.path)) for path in paths]
 
     def list_profile_files(self, rank: int) -> list[Path]:

@@ -24,6 +24,8 @@ class Job:
     threads: int
     port: int = 0
     attempt: int = 1
+    failure_before: str = ""
+    """Why the attempt before this one failed, as in `FailureReport.kind`; "" in the first one."""
     scratch: str = ""
     """A folder for sockets of the ranks' own workers. The launcher deletes it."""
     world: Placement | None = None

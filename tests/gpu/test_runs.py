@@ -6,6 +6,7 @@ hosts (NCCL_HOSTID), and then they talk through sockets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,59 @@ def train(model):
     assert "of its GPU's memory" in out.traceback
     show("%%distributed\nprint(torch.ones(2, device='cuda').sum())")
     assert is_clean(book)
+
+
+NOTES = "[f.full_text for f in nbtrain.last_run().state.findings if 'memory-snap' in f.code]"
+
+
+def test_what_held_the_memory_that_is_exhausted(book: Notebook, show: Shown) -> None:
+    show(
+        """%%distributed --memory-snapshot
+def train():
+    held = []
+    weight = torch.ones(2 ** 20, device="cuda", requires_grad=True)
+    for step in range(10000):
+        held.append(torch.empty(2 ** 28, device="cuda"))
+        (held[-1][: 2 ** 20] * weight).sum().backward()
+""",
+        raises="OutOfMemoryError",
+    )
+    (note,) = book.value(NOTES)
+    assert "Rank 0 could not allocate 1.0 GiB on GPU 0 of" in note
+    assert re.search(r"largest, by line: In\[\d+\], line 6: [\d.]+ GiB in \d+ blocks", note), note
+    show("import pickle\npath = nbtrain.last_run().folder / 'memory/rank-0000.pickle'")
+    show("held = pickle.loads(path.read_bytes())\nimport torch.cuda._memory_viz as viewer")
+    assert "raise OutOfMemoryError # 1.0GiB requested" in book.value("viewer.trace(held)")
+    assert "MemoryViz.js" in book.value("viewer.trace_plot(held)")
+    assert is_clean(book)
+
+
+def test_a_restart_after_exhausted_memory_records_it(book: Notebook, show: Shown) -> None:
+    show("""%%distributed --max-restarts 1
+def train():
+    weight = torch.ones(2 ** 20, device="cuda", requires_grad=True)
+    if nbtrain.attempt() == 1:
+        torch.empty(2 ** 45, device="cuda")
+    try:
+        torch.empty(2 ** 45, device="cuda")
+    except torch.OutOfMemoryError:
+        return nbtrain.attempt()
+""")
+    assert book.value("nbtrain.last_run().value") == 2
+    listed = "sorted(p.name for p in (nbtrain.last_run().folder / 'memory').iterdir())"
+    assert book.value(listed) == ["rank-0000.attempt-2.pickle"]
+    assert "Rank 0 could not allocate 128 TiB on GPU 0 of" in book.value(NOTES)[0]
+
+
+def test_the_peak_of_a_run_on_the_gpu(book: Notebook, show: Shown) -> None:
+    show("""%%distributed --memory-snapshot
+def train():
+    weight = torch.ones(2 ** 20, device="cuda")
+    torch.empty(2 ** 28, device="cuda")
+""")
+    (note,) = book.value(NOTES)
+    assert "The tensors of rank 0 held 1.0 GiB on GPU 0 at most" in note
+    assert ", line 4: 1.0 GiB in 1 block; " in note
 
 
 def test_an_assertion_on_the_device(book: Notebook, show: Shown) -> None:

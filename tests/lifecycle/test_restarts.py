@@ -105,6 +105,19 @@ def test_notebook_launcher_restarts_too() -> None:
     assert nbtrain.notebook_launcher(fails, (), 1, max_restarts=1).value == 1
 
 
+@pytest.mark.parametrize("engine", ["fork", "spawn"])
+def test_a_rank_knows_why_the_attempt_before_failed(engine: str) -> None:
+    def train() -> str:
+        from nbtrain.worker import rank_context
+
+        if nbtrain.attempt() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return rank_context.get().job.failure_before
+
+    run = nbtrain.launch(train, num_processes=1, engine=engine, max_restarts=1, view="none")
+    assert run.value == "cuda out of memory"
+
+
 def raised(error: str) -> dict[str, Any]:
     return {"error": error, "error_type": error.partition(":")[0]}
 
@@ -128,7 +141,7 @@ def test_which_failures_are_worth_another_attempt() -> None:
         ),
     )
     assert not restarts.can_restart(both)
-    assert "rank 0: TypeError: x" in restarts.describe_failure(both)
+    assert restarts.classify_failure(both) == ("exception", "rank 0: TypeError: x")
 
 
 def test_what_a_failed_attempt_left_for_the_notebook_is_not_the_next_ones() -> None:
