@@ -19,8 +19,7 @@ from ..tracking.launch_log import attempt
 from ..tracking.run_folder import RunFolder
 from ..tracking.state import RunState
 from ..transport.job import Job
-from ..ui.displays.html_display import Display
-from ..ui.displays.terminal import TextDisplay
+from ..ui.displays.html_display import Display, is_marimo
 from ..ui.displays.widget_controls import PanelButton, RunButton
 
 
@@ -170,15 +169,17 @@ def buttons(folder: RunFolder) -> list[RunButton | PanelButton]:
 class _Stack(Display):
     """A display with others below it."""
 
-    def __init__(self, displays: Sequence[Display]) -> None:
-        self._displays = displays
+    def __init__(self, top: Display, below: Sequence[Display]) -> None:
+        self._displays = [top, *below]
+        self._live = [top, *below] if top.is_in_place else [top]
+        """Those that show something before the end: after that, it would come above the top one."""
 
     def listen(self) -> None:
         for each in self._displays:
             each.listen()
 
     def update(self, state: RunState, now: float) -> None:
-        for each in self._displays:
+        for each in self._live:
             each.update(state, now)
 
     def finish(self, state: RunState, now: float) -> None:
@@ -187,16 +188,18 @@ class _Stack(Display):
 
 
 def add_below(display: Display, folder: RunFolder) -> Display:
-    """Return a display of a run with what parts show below it; one that shows nothing as it is."""
-    if type(display) is Display:
+    """Return a display of a run with what parts show below it.
+
+    One that shows nothing is returned as it is, and in marimo, where a cell has one output, any.
+    """
+    if type(display) is Display or is_marimo():
         return display
-    is_text = isinstance(display, TextDisplay) and not display.keep_html
     found = (
-        attempt("what a part shows", partial(side.display_below, folder, is_text), None)
+        attempt("what a part shows", partial(side.display_below, folder, display.is_text), None)
         for side in launch_sides()
     )
     below = [each for each in found if each is not None]
-    return _Stack([display, *below]) if below else display
+    return _Stack(display, below) if below else display
 
 
 def companions(

@@ -76,8 +76,11 @@ class ProfileDisplay(Display):
         self._is_shown = False
 
     def update(self, state: RunState, now: float) -> None:
-        """Reserve the place at the first call, which comes from the cell; show the profile."""
-        if self._handle is None and not self._is_text:
+        """Reserve the place at the first call, which comes from the cell; show the profile.
+
+        Below text, only the end is shown.
+        """
+        if self._handle is None:
             self._handle = show({"text/plain": "", "text/html": ""})
         if not self._is_shown and any(self._folder.profiles.glob("*/*.summary.json")):
             self._show(state)
@@ -87,14 +90,16 @@ class ProfileDisplay(Display):
         self._show(state)
 
     def _show(self, state: RunState) -> None:
-        """Show the first profile if it is complete; text is printed at the end."""
+        """Show the first profile if it is complete."""
         from .profile import read_profiles
 
         with contextlib.suppress(OSError, NbtrainError):  # the folder was deleted
             for profile in read_profiles(self._folder, state)[:1]:
                 self._is_shown = True
+                page = {"text/html": profile._repr_html_(), "text/plain": repr(profile)}
                 if self._handle is not None:
-                    page = {"text/html": profile._repr_html_(), "text/plain": repr(profile)}
                     self._handle.update(page, raw=True)
-                elif self._is_text and state.is_over:
-                    print(repr(profile))
+                elif self._is_text:
+                    print(page["text/plain"])
+                else:
+                    show(page)

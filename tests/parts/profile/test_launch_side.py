@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import nbclient
+import nbformat
 import pytest
 
 from tests.support.kernel import Notebook
@@ -83,3 +85,14 @@ def test_live_ranks_are_recorded_too(notebook: Notebook) -> None:
         assert any("steps 3 to 5: 2 ranks" in text for text in texts)
     finally:
         notebook.run("%nbtrain stop")
+
+
+def test_a_headless_run_has_the_page_below_the_board() -> None:
+    book = nbformat.v4.new_notebook()
+    cells = SETUP, cell("--profile")
+    book.cells = [nbformat.v4.new_code_cell(source) for source in cells]
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    pages = [each.data for each in book.cells[1].outputs if each.output_type == "display_data"]
+    assert len(pages) == 2
+    assert "Profile of steps" not in pages[0]["text/html"]
+    assert "Profile of steps" in pages[1]["text/html"]
