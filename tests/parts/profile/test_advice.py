@@ -132,10 +132,12 @@ def test_a_fused_optimizer_is_not_to_be_fused(name: str) -> None:
 
 def test_reads_of_the_gpu_are_told_where_it_waits_for_python() -> None:
     shares = {"forward": 0.4, "python": 0.6}
-    with_reads = give_advice(Comparison([rank_with(0, shares, has_gpu=True, syncs=3)]))
+    reading = replace(rank_with(0, shares, has_gpu=True, syncs=3), sync_line="cell.py:7")
+    with_reads = give_advice(Comparison([reading]))
     without = give_advice(Comparison([rank_with(0, shares, has_gpu=True)]))
     assert with_reads is not None
     assert without is not None
     assert with_reads.code == without.code == "waits-for-python"
     assert ".item()" in with_reads.remedy
+    assert "cell.py, line 7" in with_reads.remedy
     assert ".item()" not in without.remedy

@@ -103,6 +103,13 @@ def test_a_step_on_a_gpu_is_divided_by_what_its_kernels_were_launched_for() -> N
     assert rank.waits == [(BASE_NS + 600_000, BASE_NS + 750_000)]
 
 
+def test_waits_for_a_gpu_have_the_line_of_the_user() -> None:
+    lines = [(505, "cell.py:4"), (600, "cell.py:7"), (700, "cell.py:7"), (900, "cell.py:9")]
+    samples = [Sample(BASE_NS + 1000 * at, line) for at, line in lines]
+    assert read_trace(ON_GPU, 0, samples=samples).sync_line == "cell.py:7"
+    assert read_trace(ON_GPU, 0).sync_line == ""
+
+
 def test_a_kernel_that_was_launched_before_the_recording_is_forward() -> None:
     rank = read_trace(written.trace(step(1, 0, 100), kernel("gemm", 10, 40, 99)), 0)
     assert parts(rank) == {"forward": 30, "python": 70}

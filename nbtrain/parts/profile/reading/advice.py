@@ -216,10 +216,11 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
         f"Python{at}."
     )
     if worst.syncs:
-        each = worst.syncs / len(worst.steps)
+        times = f"{worst.syncs / len(worst.steps):.3g} times a step"
+        at = f", mostly in {place.name(worst.sync_line)}" if worst.sync_line else ""
         do = (
-            f"Python waits for the GPU {each:.3g} times a step (.item(), .cpu(), print of a "
-            "tensor), so it cannot work ahead: do that every 100 steps, or on the GPU."
+            f"Python waits for the GPU {times}{at} (`.item()`, `.cpu()`, print of a tensor), so it "
+            "cannot work ahead: do that every 100 steps, or on the GPU."
         )
     else:
         do = "torch.compile joins small operations; larger batches make each one larger."

@@ -113,6 +113,8 @@ class RankProfile:
     """The class of the iterator that gave batches, such as ``_SingleProcessDataLoaderIter``."""
     syncs: int = 0
     """How often Python waited for the GPU."""
+    sync_line: str = ""
+    """The line of the user's code that did most of that, as ``file:number``."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def read_trace(
     steps = [_read_step(first_step + i, mark, layers, collectives) for i, mark in enumerate(marks)]
     window = marks[0].begin, marks[-1].end
     loaders = Counter(e.name for e in events if e.name.startswith(_LOADER))
+    syncs = [e for e in events if e.name in _SYNCS and window[0] <= e.begin < window[1]]
     return RankProfile(
         rank,
         host or str(trace.get("host_name", "")),
@@ -162,7 +165,8 @@ def read_trace(
         intersect(dict(layers)["communication"], merge((m.begin, m.end) for m in marks)),
         _find_lines(samples, layers, window),
         max(loaders, key=loaders.__getitem__, default="").partition("#")[2].partition(".")[0],
-        sum(e.name in _SYNCS and window[0] <= e.begin < window[1] for e in events),
+        len(syncs),
+        _find_line(samples, syncs),
     )
 
 
@@ -377,9 +381,7 @@ def _list_operations(
             is_collective = _is_collective(call.event)
             kind = "communication" if is_collective else _kind_at(layers, call.event.begin)
             kinds[kind] += call.self_ns
-        spans = merge((call.caller.begin, call.caller.end) for call in by_name[name])
-        lines = Counter(sample.line for sample in samples if contains(spans, sample.time_ns))
-        line = max(lines, key=lines.__getitem__, default="")
+        line = _find_line(samples, [call.caller for call in by_name[name]])
         kind = max(kinds, key=kinds.__getitem__)
         count, size = len(by_name[name]), sum(call.allocated_bytes for call in by_name[name])
         operations.append(Operation(name, count, costs[name], kind, line, size))
@@ -432,6 +434,13 @@ def _list_calls(events: Sequence[Event]) -> list[_Call]:
         calls.append(_Call(event, length_ns, event))
         stack.append(calls[-1])
     return calls
+
+
+def _find_line(samples: Sequence[Sample], events: Sequence[Event]) -> str:
+    """Return the line of most samples in the time of some events; "" without one."""
+    spans = merge((event.begin, event.end) for event in events)
+    lines = Counter(sample.line for sample in samples if contains(spans, sample.time_ns))
+    return max(lines, key=lines.__getitem__, default="")
 
 
 def _find_lines(
