@@ -6,8 +6,8 @@ from typing import Any
 
 from ...part_api import MissingExtra
 from .page import LOOKS
-from .reading.comparison import Comparison
-from .reading.lanes import HIDDEN, WAITS, list_parts, name_kind
+from .reading.comparison import WAITS, Comparison
+from .reading.lanes import HIDDEN, list_parts, name_kind
 
 
 def draw_figure(title: str, compared: Comparison) -> Any:

@@ -11,10 +11,10 @@ from ...ui.board import axes, theme
 from ...ui.board.board import draw_frame
 from ...ui.board.canvas import CANVAS, Label, draw_on_page, draw_rule, label_tick
 from .reading.advice import Advice
-from .reading.comparison import Comparison
-from .reading.lanes import HIDDEN, WAITS, Part, list_parts, name_kind
-from .reading.texts import format_share, format_time, name_file, name_operation
-from .reading.trace import KINDS, LANE_BINS, LANE_KINDS, RankProfile
+from .reading.comparison import PARTS, WAITS, Comparison
+from .reading.lanes import HIDDEN, Part, list_parts, name_kind
+from .reading.texts import format_share, format_time, name_line, name_operation
+from .reading.trace import LANE_BINS, LANE_KINDS, RankProfile
 
 LOOKS = {
     "data": (theme.ORANGE, 0.7),
@@ -22,7 +22,7 @@ LOOKS = {
     "backward": (theme.PURPLE, 0.85),
     "optimizer": (theme.GREEN, 0.7),
     "communication": (theme.RED, 0.45),
-    "python": (theme.GREY, 0.2),
+    "python": (theme.GREY, 0.3),
     WAITS: (theme.RED, 0.45),
     HIDDEN: (theme.RED, 0.15),
 }
@@ -34,6 +34,7 @@ Rows = list[tuple[str, ...]]
 _LANE_PX, _GAP_PX, _LEFT_PX = 22, 12, 62
 _HIDDEN_TOP_PX = 5
 _MAX_LANES = 32
+_LEAST_SHARE = 0.02
 _NOTHING = "Nothing stands out: no single cause takes much of a step."
 
 
@@ -46,9 +47,10 @@ def draw_page(
         f'<div style="margin-top:10px;font-weight:600">{escape(head)}</div>'
         f'<div style="overflow-x:auto">{_draw_table(rows)}</div>'
         for head, rows in (
-            ("Each rank", list_ranks(compared)),
-            ("Operations", list_operations(compared, names)),
-            ("Communication", list_traffic(compared)),
+            ("Each rank: the mean step, and what takes its time", list_ranks(compared)),
+            ("Lines of your code, by time", list_lines(compared, names)),
+            ("Operations of torch", list_operations(compared, names)),
+            ("Collectives, without waits", list_traffic(compared)),
         )
         if len(rows) > 1
     )
@@ -56,7 +58,8 @@ def draw_page(
         f'<div style="font-weight:600">{escape(title)}</div>'
         f'<div style="margin:4px 0 8px">{theme.format_code(text)} '
         f"<strong>{theme.format_code(remedy)}</strong></div>"
-        f"{_draw_legend(compared)}{draw_lanes(compared, advice)}{_describe_clocks(compared)}"
+        f"{_draw_legend(compared)}{_name_step(compared)}{draw_lanes(compared, advice)}"
+        f"{_describe_clocks(compared)}"
         f"{theme.draw_folded('Figures', tables)}"
     )
 
@@ -77,7 +80,7 @@ def _draw_legend(compared: Comparison) -> str:
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
     lanes = "".join(rank.steps[compared.typical].lane for rank in compared.ranks)
     kinds = [kind for sign, kind in LANE_KINDS.items() if sign in lanes]
-    kinds += [WAITS] if any(compared.waits_s) else []
+    kinds += [WAITS] if any(compared.mean_s(rank, WAITS) for rank in compared.ranks) else []
     kinds += [HIDDEN] if any(rank.steps[compared.typical].hidden for rank in compared.ranks) else []
     drawn = ""
     for kind in kinds:
@@ -89,6 +92,12 @@ def _draw_legend(compared: Comparison) -> str:
             f'margin-right:5px"></span>{escape(name_kind(kind, has_gpu))}</span>'
         )
     return f'<div style="font-size:12px">{drawn}</div>'
+
+
+def _name_step(compared: Comparison) -> str:
+    """Draw which step the lanes show."""
+    number = compared.ranks[0].steps[compared.typical].number
+    return f'<div style="font-size:12px;{theme.SOFT}">Step {number:,}</div>'
 
 
 def draw_lanes(compared: Comparison, advice: Advice | None) -> str:
@@ -158,25 +167,49 @@ def _without_empty_columns(rows: Rows) -> Rows:
 def list_ranks(compared: Comparison) -> Rows:
     """Return a table of the ranks with the shares of their steps."""
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
-    heads = [name_kind(kind, has_gpu) for kind in KINDS]
-    rows: Rows = [("rank", "step", *heads, "waits for others", "hidden")]
-    for rank, waiting in zip(compared.ranks, compared.waiting_shares, strict=True):
-        shares = compared.shares(rank)
-        mean_s = compared.mean_s(rank, *KINDS)
-        hidden = compared.hidden_s(rank) / mean_s
-        cells = map(format_share, (*(shares[kind] for kind in KINDS), waiting, hidden))
-        rows.append((str(rank.rank), format_time(mean_s), *cells))
+    heads = [name_kind(kind, has_gpu) for kind in (*PARTS, HIDDEN)]
+    rows: Rows = [("rank", "mean step", *heads)]
+    for rank in compared.ranks:
+        mean_s = compared.mean_s(rank, *PARTS)
+        shares = *compared.shares(rank).values(), compared.hidden_s(rank) / mean_s
+        rows.append((str(rank.rank), format_time(mean_s), *map(format_share, shares)))
     return rows
 
 
+def list_lines(compared: Comparison, names: Mapping[str, str]) -> Rows:
+    """Return a table of the lines of code that the slowest rank is in most, from samples."""
+    rank = _find_slowest(compared)
+    shares = compared.shares(rank)
+    shares["communication"] += shares.pop(WAITS)  # samples do not tell these apart
+    found = [
+        (shares[kind] * share, line, kind)
+        for kind, lines in rank.lines.items()
+        for line, share in lines.items()
+    ]
+    rows: Rows = [(f"of rank {rank.rank}", "share", "in")]
+    for share, line, kind in sorted(found, reverse=True)[:5]:
+        if share >= _LEAST_SHARE:
+            rows.append(
+                (name_line(line, names), format_share(share), name_kind(kind, rank.has_gpu))
+            )
+    return rows
+
+
+def _find_slowest(compared: Comparison) -> RankProfile:
+    """Return the rank that others wait for; without one, the first."""
+    return compared.ranks[compared.late_rank or 0]
+
+
 def list_operations(compared: Comparison, names: Mapping[str, str]) -> Rows:
-    """Return a table of the ten most expensive operations of the slowest rank."""
-    rank = compared.ranks[compared.late_rank or 0]
+    """Return a table of the ten most expensive operations of the slowest rank.
+
+    Calls that only start collectives are left out.
+    """
+    rank = _find_slowest(compared)
     steps = len(rank.steps)
     whole = sum(step.end - step.begin for step in rank.steps)
     rows: Rows = [(f"of rank {rank.rank}", "a step", "share", "calls", "memory", "in", "line")]
-    for each in rank.operations[:10]:
-        file, _, number = each.line.rpartition(":")
+    for each in [op for op in rank.operations if not op.name.startswith("c10d::")][:10]:
         row = (
             name_operation(each.name),
             format_time(each.self_ns / steps / 1e9),
@@ -184,7 +217,7 @@ def list_operations(compared: Comparison, names: Mapping[str, str]) -> Rows:
             f"{each.calls / steps:.3g}",
             format_bytes(each.allocated_bytes / steps) if each.allocated_bytes else "",
             each.kind,
-            f"{name_file(file, names)}, line {number}" if each.line else "",
+            name_line(each.line, names) if each.line else "",
         )
         rows.append(row)
     return _without_empty_columns(rows)
@@ -192,7 +225,7 @@ def list_operations(compared: Comparison, names: Mapping[str, str]) -> Rows:
 
 def list_traffic(compared: Comparison) -> Rows:
     """Return a table of the collectives."""
-    rows: Rows = [("collective", "size", "a step", "takes", "rate")]
+    rows: Rows = [("collective", "size", "calls", "each takes", "rate")]
     for each in compared.traffic[:10]:
         size = format_bytes(each.size_bytes) if each.size_bytes else ""
         rate = f"{format_bytes(each.bytes_per_s)}/s" if each.bytes_per_s else ""
@@ -227,6 +260,7 @@ def write_text(
     lines += [f"         {'  '.join(signs)}", ""]
     for rows in (
         list_ranks(compared),
+        list_lines(compared, names),
         list_operations(compared, names),
         list_traffic(compared),
     ):

@@ -29,8 +29,8 @@ from .files import Request, folder_of, recordings, trace_file
 from .limits import WARMUP_STEPS
 from .merged_trace import write_merged
 from .reading.advice import Advice, give_advice
-from .reading.comparison import Comparison
-from .reading.trace import KINDS, Collective, Operation, RankProfile, Step
+from .reading.comparison import PARTS, Comparison
+from .reading.trace import Collective, Operation, RankProfile, Step
 
 MAX_SUMMARY_BYTES = 1 << 27
 
@@ -66,9 +66,9 @@ class Profile:
     def table(self) -> Any:
         """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
 
-        ``step`` is the whole step, and ``waits`` the part of ``communication`` in waits for other
-        ranks: that of the median step, without rare delays. ``hidden`` is communication beside
-        other work, which costs no time. Raises `MissingExtra` without pandas.
+        ``step`` is the sum of the parts: ``waits`` is the time in which a rank waits for ranks that
+        come later to a collective, and ``communication`` the rest of the collectives. ``hidden`` is
+        communication beside other work, which takes no time. Raises `MissingExtra` without pandas.
         """
         try:
             import pandas as pd
@@ -84,12 +84,11 @@ class Profile:
         return [
             {
                 "rank": rank.rank,
-                "step": compared.mean_s(rank, *KINDS),
-                **{kind: compared.mean_s(rank, kind) for kind in KINDS},
-                "waits": wait,
+                "step": compared.mean_s(rank, *PARTS),
+                **{kind: compared.mean_s(rank, kind) for kind in PARTS},
                 "hidden": compared.hidden_s(rank),
             }
-            for rank, wait in zip(compared.ranks, compared.waits_s, strict=True)
+            for rank in compared.ranks
         ]
 
     def figure(self) -> Any:

@@ -9,8 +9,8 @@ import pytest
 
 from nbtrain.errors import MissingExtra
 from nbtrain.parts.profile.figure import draw_figure
-from nbtrain.parts.profile.reading.comparison import Comparison
-from nbtrain.parts.profile.reading.lanes import HIDDEN, WAITS, list_parts
+from nbtrain.parts.profile.reading.comparison import WAITS, Comparison
+from nbtrain.parts.profile.reading.lanes import HIDDEN, list_parts
 from nbtrain.parts.profile.reading.trace import RankProfile, read_trace
 from tests.parts.profile import written
 from tests.parts.profile.recorded import CAUSES, read_recording

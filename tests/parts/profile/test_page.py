@@ -73,7 +73,7 @@ def test_the_tables_are_of_ranks_operations_and_collectives() -> None:
 
 def test_without_shapes_collectives_have_neither_sizes_nor_rates() -> None:
     heads, *_ = page.list_traffic(read_recording("loader").compared)
-    assert heads == ("collective", "a step", "takes")
+    assert heads == ("collective", "calls", "each takes")
 
 
 def of_rank(number: int, *events: written.Record, host: str = "") -> RankProfile:

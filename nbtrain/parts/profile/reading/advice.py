@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from ....part_api import format_bytes
 from .. import limits
-from .comparison import Comparison
-from .texts import format_share, format_time, name_file
+from .comparison import WAITS, Comparison
+from .texts import format_share, format_time, name_line
 from .trace import RankProfile
 
 
@@ -56,8 +56,7 @@ class _Places:
 
     def name(self, line: str) -> str:
         """Return ``In[5], line 41``."""
-        file, _, number = line.rpartition(":")
-        return f"{name_file(file, self._names)}, line {number}"
+        return name_line(line, self._names)
 
     def most(self, rank: RankProfile, kind: str, least: float = 0.3) -> str:
         """Return the line with at least this share of a kind's time, as `name`; "" without one."""
@@ -66,14 +65,21 @@ class _Places:
         return self.name(line) if line and lines[line] >= least else ""
 
 
+def _mean_shares(
+    compared: Comparison, ranks: Sequence[RankProfile], kind: str
+) -> tuple[float, str]:
+    """Return what a part takes of a usual step, and of all steps, as text; the mean of ranks."""
+    usual = fmean(compared.usual_share(rank, kind) for rank in ranks)
+    return usual, format_share(fmean(compared.shares(rank)[kind] for rank in ranks))
+
+
 def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Places) -> Advice | None:
     """Advise about one rank that the others wait for."""
     late = compared.late_rank
     if late is None or len(compared.ranks) < 2:
         return None
     slow, others = compared.ranks[late], [r for i, r in enumerate(compared.ranks) if i != late]
-    waits = [wait for i, wait in enumerate(compared.waits_s) if i != late]
-    saving = fmean(s for i, s in enumerate(compared.waiting_shares) if i != late)
+    saving, share = _mean_shares(compared, others, WAITS)
 
     def usual_s(kinds: tuple[str, ...]) -> float:
         return median(compared.median_s(rank, *kinds) for rank in others)
@@ -83,13 +89,14 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         for kinds in (("data",), ("forward", "backward"), ("optimizer",), ("python",))
     }
     kinds = max(excess, key=excess.__getitem__)
-    if excess[kinds] < fmean(waits) / 2:  # it comes later for a reason that was not recorded
+    waits_s = fmean(compared.median_s(rank, WAITS) for rank in others)
+    if excess[kinds] < waits_s / 2:  # it comes later for a reason that was not recorded
         return None
     own = format_time(compared.median_s(slow, *kinds))
     usual = format_time(usual_s(kinds))
     names = _RANK_TEXTS[kinds[0]]
     text = (
-        f"The other ranks wait for rank {slow.rank} during {format_share(saving)} of each step. It "
+        f"The other ranks wait for rank {slow.rank} during {share} of each step. It "
         f"takes {own} for {names}, the others take {usual}."
     )
     its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
@@ -101,8 +108,8 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
             saving,
             f"{text} It trains on {round(its, 1):,g} samples in a step, the others on "
             f"{round(median(theirs), 1):,g}.",
-            "Give all ranks batches of one size: by DistributedSampler or accelerator.prepare("
-            "loader), or by batches with the same number of tokens.",
+            "Give all ranks batches of the same size: one `batch_size` with `DistributedSampler` "
+            "or `accelerator.prepare(loader)`, or batches with the same number of tokens.",
             slow.rank,
         )
     where = place.most(slow, kinds[0])
@@ -152,9 +159,9 @@ _RANK_TEXTS = {
 
 def _loader(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about a loader that all ranks wait for."""
-    saving = fmean(compared.usual_share(rank, "data") for rank in compared.ranks)
+    saving, share = _mean_shares(compared, compared.ranks, "data")
     slowest = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "data"))
-    text = f"The ranks wait for batches during {format_share(saving)} of each step."
+    text = f"The ranks wait for batches during {share} of each step."
     if slowest.loader.startswith("_MultiProcessing"):
         do = f"The workers of the DataLoader are too slow. {_MORE_WORKERS}"
         return Advice("slow-loader", saving, text, do)
@@ -162,7 +169,7 @@ def _loader(compared: Comparison, place: _Places) -> Advice | None:
     at = f" Most of it is in {where}." if where else ""
     do = (
         "The training does nothing else meanwhile: let `DataLoader(…, num_workers=2)` prepare "
-        "batches beside it, or prepare the data once, before the training."
+        "batches in the background, or prepare the data once, before the training."
     )
     return Advice("slow-loader", saving, f"{text}{at}", do)
 
@@ -171,39 +178,37 @@ def _communication(compared: Comparison) -> Advice | None:
     """Advise about collectives that the ranks wait for, beyond waiting for a late rank."""
     if len(compared.ranks) < 2:
         return None
-    saving = fmean(compared.transfer_shares)
-    share = format_share(saving)
-    text = f"The ranks wait for collectives during {share} of each step, and do nothing else then"
+    saving, share = _mean_shares(compared, compared.ranks, "communication")
+    text = f"The ranks exchange data during {share} of each step, and do nothing else then"
     if not compared.traffic:
         return Advice("exposed-communication", saving, f"{text}.", _LESS)
     top = compared.traffic[0]
-    times = f"{top.per_step:.3g} × {top.name}" + (
+    times = f"mostly {top.per_step:.3g} × {top.name}" + (
         f" of {format_bytes(top.size_bytes)}" if top.size_bytes else ""
     )
     if top.size_bytes and top.size_bytes < limits.SMALL_MESSAGE_BYTES and top.per_step > 20:
         do = "They are many and small: join them, as DDP does with a larger `bucket_cap_mb`."
     else:
         do = _LESS
-    return Advice("exposed-communication", saving, f"{text}: {times}.", do)
+    return Advice("exposed-communication", saving, f"{text} ({times}).", do)
 
 
 _LESS = (
-    "Train longer between them: a larger batch, or gradient accumulation with `no_sync()`, as "
-    "`accelerator.accumulate` does. Or send less: DDP's `bf16_compress_hook` halves gradients in "
-    "float32."
+    "Make them rarer by a larger batch, or by gradient accumulation with `no_sync()`, as "
+    "`accelerator.accumulate` does. Or send less: DDP's `bf16_compress_hook` sends gradients of "
+    "float32 in half the bytes."
 )
 
 
 def _python(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about time when only Python runs, and the GPU is idle."""
-    saving = fmean(compared.usual_share(rank, "python") for rank in compared.ranks)
+    saving, share = _mean_shares(compared, compared.ranks, "python")
     worst = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "python"))
     where = place.most(worst, "python")
     at = f", most of it in {where}" if where else ""
     if not worst.has_gpu:
         text = (
-            f"Only Python runs during {format_share(saving)} of each step{at}. Torch computes "
-            "nothing then."
+            f"Only Python code runs during {share} of each step{at}. Torch computes nothing then."
         )
         do = (
             "Move what is not needed in each step out of the loop, or do it with tensors."
@@ -211,10 +216,7 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
             else "Larger batches make each operation larger; torch.compile joins small ones."
         )
         return Advice("waits-for-python", saving, text, do)
-    text = (
-        f"The GPUs are idle during {format_share(saving)} of each step, because they wait for "
-        f"Python{at}."
-    )
+    text = f"The GPUs are idle during {share} of each step, because they wait for Python{at}."
     if worst.syncs:
         times = f"{worst.syncs / len(worst.steps):.3g} times a step"
         at = f", mostly in {place.name(worst.sync_line)}" if worst.sync_line else ""
@@ -229,15 +231,15 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
 
 def _optimizer(compared: Comparison) -> Advice | None:
     """Advise about an optimizer that takes much of a step; a fused one takes half, or less."""
-    share = fmean(compared.usual_share(rank, "optimizer") for rank in compared.ranks)
+    saving, share = _mean_shares(compared, compared.ranks, "optimizer")
     names = [op.name for rank in compared.ranks for op in rank.operations]
     if any("_fused_" in name or "multi_tensor" in name for name in names):
         return None
-    text = f"The optimizer takes {format_share(share)} of each step."
+    text = f"The optimizer takes {share} of each step."
     foreach = any("_foreach_" in name for name in names)
     do = (
         "`fused=True` (for Adam, AdamW, SGD and Adagrad) updates all parameters in one operation"
         + (", which is faster than the present `foreach`." if foreach else ".")
         + " A larger batch, or gradient accumulation, makes fewer steps."
     )
-    return Advice("slow-optimizer", share / 2, text, do)
+    return Advice("slow-optimizer", saving / 2, text, do)

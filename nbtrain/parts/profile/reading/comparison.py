@@ -6,6 +6,7 @@ one at about the same time.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from statistics import fmean, median
 
 from .intervals import Interval, intersect, merge, total
 from .trace import KINDS, Collective, RankProfile
+
+WAITS = "waits"
+"""The part of `communication` in which a rank waits for ranks that come later."""
+
+PARTS = (*KINDS, WAITS)
+"""What a step's time is spent on, if `communication` is without `WAITS`."""
 
 
 @dataclass(frozen=True)
@@ -42,49 +49,64 @@ class Comparison:
 
     @cached_property
     def step_s(self) -> float:
-        """The mean step of the slowest rank, in seconds."""
-        return max(self.mean_s(rank, *KINDS) for rank in self.ranks)
+        """A step in seconds: the mean of all ranks."""
+        return fmean(self.mean_s(rank, *PARTS) for rank in self.ranks)
 
     @cached_property
     def typical(self) -> int:
-        """The index of the step that is drawn: of those that wait for data as usual, the median."""
-        count = min(len(rank.steps) for rank in self.ranks)
-        lengths = [max(r.steps[i].end - r.steps[i].begin for r in self.ranks) for i in range(count)]
-        usual = fmean(self.usual_share(rank, "data") for rank in self.ranks)
+        """The index of the step that is most like the mean: it is drawn."""
+        usual = [(rank, self.shares(rank), self.mean_s(rank, *PARTS)) for rank in self.ranks]
 
-        def distance(at: int) -> tuple[float, float]:
-            steps = [rank.steps[at] for rank in self.ranks]
-            waits = fmean(step.parts_ns["data"] / (step.end - step.begin) for step in steps)
-            return round(abs(waits - usual), 1), abs(lengths[at] - median(lengths))
+        def difference(at: int) -> float:
+            found = 0.0
+            for rank, shares, mean_s in usual:
+                parts = self.parts_ns[rank.rank][at]
+                whole = sum(parts.values())
+                found += sum(abs(parts[kind] / whole - shares[kind]) for kind in PARTS)
+                found += abs(math.log(whole / 1e9 / mean_s))
+            return found
 
-        return min(range(count), key=distance)
+        return min(range(min(len(rank.steps) for rank in self.ranks)), key=difference)
+
+    @cached_property
+    def parts_ns(self) -> Mapping[int, list[dict[str, int]]]:
+        """By the rank's number, for each step: how long each of `PARTS` took."""
+        found = {}
+        for index, rank in enumerate(self.ranks):
+            waits = self.find_waits(index)
+            steps = [(s, total(intersect(waits, [(s.begin, s.end)]))) for s in rank.steps]
+            found[rank.rank] = [
+                {**s.parts_ns, "communication": s.parts_ns["communication"] - ns, WAITS: ns}
+                for s, ns in steps
+            ]
+        return found
 
     def shares(self, rank: RankProfile) -> dict[str, float]:
-        """Return the share of a rank's steps that each kind took. Their sum is 1."""
-        whole = sum(step.end - step.begin for step in rank.steps)
-        return {kind: sum(s.parts_ns[kind] for s in rank.steps) / whole for kind in KINDS}
+        """Return the share of a rank's steps that each of `PARTS` took. Their sum is 1."""
+        whole = self.mean_s(rank, *PARTS)
+        return {kind: self.mean_s(rank, kind) / whole for kind in PARTS}
 
     def mean_s(self, rank: RankProfile, *kinds: str) -> float:
-        """Return the seconds of some kinds in a rank's steps: the mean."""
-        return fmean(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
-
-    def hidden_s(self, rank: RankProfile) -> float:
-        """Return for how many seconds of a step collectives ran beside other work: the mean."""
-        return fmean(total(step.hidden) for step in rank.steps) / 1e9
+        """Return the seconds of some parts of a rank's steps: the mean."""
+        return fmean(sum(parts[k] for k in kinds) for parts in self.parts_ns[rank.rank]) / 1e9
 
     def median_s(self, rank: RankProfile, *kinds: str) -> float:
-        """Return the seconds of some kinds in a rank's steps: the median, without rare delays."""
-        return median(sum(s.parts_ns[kind] for kind in kinds) for s in rank.steps) / 1e9
+        """Return the seconds of some parts of a rank's steps: the median, without rare delays."""
+        return median(sum(parts[k] for k in kinds) for parts in self.parts_ns[rank.rank]) / 1e9
 
     def usual_share(self, rank: RankProfile, kind: str) -> float:
-        """Return the share of a rank's step that a kind takes: the median of the steps.
+        """Return the share of a rank's step that a part takes: the median, without rare delays.
 
         Of `data`, it is the mean: workers of a loader deliver batches in rounds, so that the rank
         waits in some steps only.
         """
         if kind == "data":
             return self.shares(rank)[kind]
-        return median(s.parts_ns[kind] / (s.end - s.begin) for s in rank.steps)
+        return median(parts[kind] / sum(parts.values()) for parts in self.parts_ns[rank.rank])
+
+    def hidden_s(self, rank: RankProfile) -> float:
+        """Return for how many seconds of a step collectives ran beside other work: the mean."""
+        return fmean(total(step.hidden) for step in rank.steps) / 1e9
 
     @cached_property
     def same_collectives(self) -> list[tuple[Collective, ...]]:
@@ -134,38 +156,6 @@ class Comparison:
         """Return when the last rank came to each collective."""
         return [
             max(self._begin(c, i) for i, c in enumerate(each)) for each in self.same_collectives
-        ]
-
-    @cached_property
-    def _waits_ns(self) -> list[list[int]]:
-        """How long each rank waits in each step for ranks that come later to a collective."""
-        return [
-            [total(intersect(waits, [(step.begin, step.end)])) for step in rank.steps]
-            for rank, waits in ((r, self.find_waits(i)) for i, r in enumerate(self.ranks))
-        ]
-
-    @cached_property
-    def waits_s(self) -> list[float]:
-        """How long each rank waits for ranks that come later to a collective: the median step."""
-        return [median(waits) / 1e9 for waits in self._waits_ns]
-
-    @cached_property
-    def waiting_shares(self) -> list[float]:
-        """The share of each rank's step that is such a wait: the median of the steps."""
-        return [
-            median(ns / (s.end - s.begin) for s, ns in zip(rank.steps, waits, strict=True))
-            for rank, waits in zip(self.ranks, self._waits_ns, strict=True)
-        ]
-
-    @cached_property
-    def transfer_shares(self) -> list[float]:
-        """The share of each rank's step in the rest of `communication`: the median of the steps."""
-        return [
-            median(
-                (s.parts_ns["communication"] - ns) / (s.end - s.begin)
-                for s, ns in zip(rank.steps, waits, strict=True)
-            )
-            for rank, waits in zip(self.ranks, self._waits_ns, strict=True)
         ]
 
     def find_waits(self, index: int) -> list[Interval]:

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from .comparison import Comparison
+from .comparison import WAITS, Comparison
 from .intervals import Interval, intersect, subtract
 from .trace import LANE_BINS, LANE_KINDS, Step
-
-WAITS = "waits"
-"""The part of `communication` that is spent on waiting for other ranks."""
 
 HIDDEN = "hidden"
 """Communication beside other work, which is drawn below the lane."""

@@ -26,6 +26,7 @@ def name_operation(name: str) -> str:
     return name.removeprefix("autograd::engine::evaluate_function: ")
 
 
-def name_file(file: str, cells: Mapping[str, str]) -> str:
-    """Return the name of a cell (``In[5]``) by its file, or that of another file."""
-    return cells.get(file) or os.path.basename(file)
+def name_line(line: str, cells: Mapping[str, str]) -> str:
+    """Return ``In[5], line 41`` for ``file:number``; `cells` are the names of cells by files."""
+    file, _, number = line.rpartition(":")
+    return f"{cells.get(file) or os.path.basename(file)}, line {number}"
