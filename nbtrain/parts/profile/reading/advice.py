@@ -112,7 +112,7 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
             "or `accelerator.prepare(loader)`, or batches with the same number of tokens.",
             slow.rank,
         )
-    where = place.most(slow, kinds[0])
+    where = place.most(slow, max(kinds, key=lambda kind: compared.median_s(slow, kind)))
     at = f" It spends most of it in {where}." if where else ""
     do = (
         "Look at what this rank does alone in its Python code: logging, saving, metrics."
