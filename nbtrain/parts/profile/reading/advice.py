@@ -194,7 +194,7 @@ def _communication(compared: Comparison) -> Advice | None:
 
 
 _LESS = (
-    "Make them rarer by a larger batch, or by gradient accumulation with `no_sync()`, as "
+    "Exchange gradients less often, by a larger batch or accumulation with `no_sync()`, as "
     "`accelerator.accumulate` does. Or send less: DDP's `bf16_compress_hook` sends gradients of "
     "float32 in half the bytes."
 )
