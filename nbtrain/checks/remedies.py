@@ -47,7 +47,7 @@ _REMEDIES = {
     rf"{_UNEQUAL_SIZES} in (?:all_)?reduce\n": (
         "Every rank must take part in a reduce, with a tensor of the same shape."
     ),
-    r"CUDA (?:error: )?out of memory": (
+    r"(?:CUDA|HIP) (?:error: )?out of memory": (
         "`%nbtrain memory` shows what a model takes for training, by part, and a launch with "
         "`--memory-snapshot` names the lines that hold the memory. Use a smaller batch, or mixed "
         "precision."

@@ -12,6 +12,8 @@ from ...ui import limits, merged_log
 class CellOutput(Display):
     """Prints what the ranks print and display. A task that takes longer has a `board`, too."""
 
+    is_in_place = False
+
     def __init__(self, board: Callable[[], Display]) -> None:
         self._make_board = board
         self._board: Display | None = None

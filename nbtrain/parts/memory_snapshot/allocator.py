@@ -1,17 +1,30 @@
-"""The private functions of torch that record the memory of GPUs, as torch 2.13 has them.
+"""The private functions of torch that record the memory of GPUs, as torch 2.7 to 2.13 have them.
 
-They have these names since torch 2.1, also for ROCm. The allocator of CUDA itself
+They are the same for ROCm. The allocator of CUDA itself
 (``backend:cudaMallocAsync``) and pluggable ones raise `RuntimeError`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Observer = Callable[[int, int, int, int], None]
 """Gets the device, the bytes that were requested, the bytes of the device (or those that
 `set_per_process_memory_fraction` allows), and the bytes that CUDA has left."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """What torch knows when memory has run out: nothing if another library got no memory."""
+
+    device: int | None = None
+    requested_bytes: int = 0
+    device_bytes: int = 0
+    """The memory of the device, or the part of it that the process may use."""
+    times: int = 0
+    """How often it has run out in the task."""
 
 
 def call_when_ready(torch: Any, start: Callable[[], None]) -> None:
@@ -28,9 +41,12 @@ def record_history(max_entries: int) -> None:
     import torch
 
     # Stacks of frees and C++ frames would take time and space, and name no line of the user.
-    torch.cuda.memory._record_memory_history(
-        "all", context="alloc", stacks="python", max_entries=max_entries, clear_history=True
-    )
+    options = {"context": "alloc", "stacks": "python", "max_entries": max_entries}
+    record = torch.cuda.memory._record_memory_history
+    try:
+        record("all", **options, clear_history=True)  # of earlier tasks of this process
+    except TypeError:  # torch 2.7 lacks it (pytorch#149352)
+        record("all", **options)
 
 
 def stop_history() -> None:

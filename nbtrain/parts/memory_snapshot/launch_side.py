@@ -15,7 +15,7 @@ class SnapshotLaunch(LaunchSide):
 
         The device of other hosts is only a guess here, so their ranks report that.
         """
-        has_no_gpu = engine.runs_in_kernel or (engine.checks_host and device != "cuda")
+        has_no_gpu = engine.runs_in_kernel or (device != "cuda" and not engine.on_cluster)
         if plan.memory_snapshot and has_no_gpu:
             raise PlanError(
                 "memory_snapshot (--memory-snapshot) records the GPUs of ranks, by CUDA or ROCm, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import re
 import time
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from ...part_api import LOGGER, Finding, Job, RankContext, RankSide, undo_later,
 from ...part_api import events as ev
 from ...part_api import write_atomically as write
 from ...planning.option_types import read_disabled
-from . import allocator, limits, report
-from .reading import read_memory, read_peak
+from . import allocator, limits
+from .allocator import Shortage
 
 _RAN_OUT = re.compile("(?:CUDA|HIP)(?: error:)? out of memory")
-_NOTHING = "No memory snapshot was made: torch did not use a GPU, or could not record its memory."
+_NOT_USED = "torch did not use a GPU in this task"
 
 
 def is_wanted(job: Job) -> bool:
@@ -32,7 +31,7 @@ class _Task:
 
     context: RankContext
     is_recording: bool = False
-    shortage: report.Shortage | None = None
+    shortage: Shortage | None = None
     """The last lack of memory."""
     is_saved: bool = False
     """Whether there is a snapshot of it."""
@@ -40,6 +39,8 @@ class _Task:
     """When the last snapshot was saved."""
     finding: Finding | None = None
     """What the last snapshot shows."""
+    failure: str = _NOT_USED
+    """Why there is no snapshot, for people."""
 
     @property
     def file(self) -> Path:
@@ -69,11 +70,13 @@ class SnapshotRank(RankSide):
             return
         try:
             allocator.record_history(limits.MAX_ENTRIES)
+            task.is_recording = True
             if not self._is_attached:
                 allocator.observe(self._observe)
-            self._is_attached = task.is_recording = True
-        except Exception:  # an allocator that records nothing
+                self._is_attached = True
+        except Exception as error:  # an allocator that records nothing
             LOGGER.info("memory cannot be recorded", exc_info=True)
+            task.failure = f"torch cannot record the memory ({type(error).__name__}: {error})"
 
     def _stop(self) -> None:
         """Stop the recording, in a process that stays after the task."""
@@ -89,7 +92,7 @@ class SnapshotRank(RankSide):
         """
         if (task := self._task) is not None:
             times = task.shortage.times if task.shortage is not None else 0
-            task.shortage = report.Shortage(device, requested, device_bytes, times + 1)
+            task.shortage = Shortage(device, requested, device_bytes, times + 1)
             task.is_saved = False
             if time.monotonic() - task.saved_s > limits.SAVE_INTERVAL_S:
                 _save(task)
@@ -97,11 +100,10 @@ class SnapshotRank(RankSide):
     def finish_task(self, context: RankContext) -> None:
         """Report the peak, if the launch wants that, or that memory has run out before."""
         if (task := self._task) is not None:
-            if task.shortage is None and context.job.plan.memory_snapshot:
-                task.finding = Finding("no-memory-snapshot", _NOTHING)
-                if task.is_recording:
-                    _save(task)
-            _note(task, "returned")
+            if task.shortage is None and context.job.plan.memory_snapshot and task.is_recording:
+                _save(task)
+            is_due = task.shortage is not None or context.job.plan.memory_snapshot
+            _note(task, "returned", is_due)
 
     def handle_failure(self, context: RankContext, error: BaseException) -> None:
         """Report what held the memory, if it has run out.
@@ -110,16 +112,22 @@ class SnapshotRank(RankSide):
         """
         if (task := self._task) is not None:
             with contextlib.suppress(Exception):  # an exception whose text raises
-                if task.is_recording and not task.is_saved and _RAN_OUT.search(str(error)):
-                    task.shortage = task.shortage or report.Shortage()
+                has_run_out = bool(_RAN_OUT.search(str(error)))
+                if task.is_recording and not task.is_saved and has_run_out:
+                    task.shortage = task.shortage or Shortage()
                     _save(task)
-                _note(task, "raised")
+                _note(task, "raised", has_run_out)
 
 
 def _save(task: _Task) -> None:
     """Write a snapshot, and keep what it shows. Raises nothing; a full disk is in the finding."""
     folder, shortage, failure = task.context.job.folder, task.shortage, ""
     try:
+        import pickle  # few ranks need it, or these
+
+        from . import report
+        from .reading import read_memory, read_peak
+
         snapshot = allocator.take_snapshot()
         use = read_memory(snapshot, None if shortage is None else shortage.device)
         use = use if shortage is not None else read_peak(snapshot, use)
@@ -132,17 +140,21 @@ def _save(task: _Task) -> None:
         rank, cells, file = task.context.global_rank, folder.cells(), f"memory/{task.file.name}"
         finding = report.describe(rank, use, shortage, cells, file, failure)
         task.finding, task.is_saved = finding, True
-    except Exception:  # an allocator of another version, no memory on the host
+    except Exception as error:  # an allocator of another version, no memory on the host
         LOGGER.info("the memory snapshot was not saved", exc_info=True)
+        task.failure = f"it could not be taken ({type(error).__name__}: {error})"
     task.saved_s = time.monotonic()
 
 
-def _note(task: _Task, ending: str) -> None:
+def _note(task: _Task, ending: str, is_due: bool) -> None:
     """Write what the last snapshot shows, for the first rank of this host that ends this way.
 
-    Ranks mostly hold the same, and run out together.
+    Ranks mostly hold the same, and run out together. Without a snapshot, it is written why, if one
+    is due.
     """
     finding, task.finding = task.finding, None
+    if finding is None and is_due:
+        finding = Finding("no-memory-snapshot", f"No memory snapshot was made: {task.failure}.")
     marker = task.file.with_name(f".noted-{task.context.job.attempt}-{ending}")
     if finding is not None and not marker.exists():
         with contextlib.suppress(OSError):  # a full disk: then each rank writes it

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ...part_api import Finding, format_bytes, plural
+from .allocator import Shortage
 from .limits import MAX_LINES
 from .reading import NOWHERE, LineUse, MemoryUse, Place
 
@@ -15,18 +15,6 @@ _SCATTERED = (
     "The free fragments are larger than that together, so try "
     "`--env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. "
 )
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """What torch knows when memory has run out: nothing if another library got no memory."""
-
-    device: int | None = None
-    requested_bytes: int = 0
-    device_bytes: int = 0
-    """The memory of the device, or the part of it that the process may use."""
-    times: int = 0
-    """How often it has run out in the task."""
 
 
 def describe(
@@ -58,7 +46,8 @@ def describe(
     where = f"Open `{file}` of the run's folder at https://pytorch.org/memory_viz to see all of it."
     if failure:
         where = f"The snapshot could not be written ({failure})."
-    text = f"{text}. The largest, by line: {_list_lines(use.lines, cells)}."
+    lines = f" The largest, by line: {_list_lines(use.lines, cells)}." if use.lines else ""
+    text = f"{text}.{lines}"
     return Finding("memory-snapshot", text, advice + where)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...part_api import PlanError, Typed, find_run, parser, split_line
+from ...part_api import PlanError, Run, Typed, find_run, parser, read_regular, split_line
 from .files import Request
 from .limits import DEFAULT_STEPS
 from .profile import Profile, profiles_of, record
@@ -55,7 +55,19 @@ def _profile(options: argparse.Namespace, by: str) -> Profile:
         return record(run, Request(options.steps), by)
     found = profiles_of(run)
     if not found:
-        raise PlanError(
-            f"{run.folder.name} has ended, and nothing of it was recorded: launch it with --profile"
-        )
+        raise PlanError(f"{run.folder.name} has no profile: {_explain_lack(run)}")
     return found[-1]
+
+
+def _explain_lack(run: Run) -> str:
+    """Return why a run that has ended has no profile, for people."""
+    folder = run.folder / "profiles"
+    for file in sorted(folder.glob("*/rank-*.failed")):
+        return read_regular(file).decode()
+    if any(folder.glob("*/rank-*.summary.json")):
+        return (
+            "another version of nbtrain recorded it, or not all ranks did. The traces of torch "
+            f"are in {folder}"
+        )
+    notes = (each for each in run.state.findings if each.code == "no-profile")
+    return next((each.text for each in notes), "launch it with --profile")

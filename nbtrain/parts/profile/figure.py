@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...part_api import MissingExtra
-from .page import LOOKS
+from .page import LOOKS, MAX_LANES
 from .reading.comparison import WAITS, Comparison
 from .reading.lanes import HIDDEN, list_parts, name_kind
 
@@ -22,7 +22,7 @@ def draw_figure(title: str, compared: Comparison) -> Any:
         raise MissingExtra(
             "profile.figure() is drawn by matplotlib: pip install matplotlib"
         ) from error
-    count = len(compared.ranks)
+    count = min(MAX_LANES, len(compared.ranks))
     figure = Figure(figsize=(9, 1.2 + 0.35 * count), layout="constrained")
     axes = figure.subplots()
     has_gpu, drawn = any(rank.has_gpu for rank in compared.ranks), set[str]()
@@ -36,10 +36,11 @@ def draw_figure(title: str, compared: Comparison) -> Any:
                 (low, 0.8 * height),
                 facecolor="none" if kind == WAITS else colour,
                 edgecolor=colour if kind == WAITS else "none",
+                alpha=0.5 if kind == HIDDEN else 1,
                 label=None if kind in drawn else name_kind(kind, has_gpu),
             )
             drawn.add(kind)
     axes.set(title=title, xlabel="ms", xlim=(0, None), ylim=(count - 0.2, -0.6))
-    axes.set_yticks(range(count), [f"rank {rank.rank}" for rank in compared.ranks])
+    axes.set_yticks(range(count), [f"rank {rank.rank}" for rank in compared.ranks[:count]])
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure

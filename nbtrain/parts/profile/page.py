@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import compress
+from statistics import fmean
 
 from ...part_api import LEFT, RIGHT, format_bytes, html_table, plural, text_table
 from ...ui.board import axes, theme
@@ -33,16 +34,17 @@ Rows = list[tuple[str, ...]]
 
 _LANE_PX, _GAP_PX, _LEFT_PX = 22, 12, 62
 _HIDDEN_TOP_PX = 5
-_MAX_LANES = 32
-_LEAST_SHARE = 0.02
-_NOTHING = "Nothing stands out: no single cause takes much of a step."
+MAX_LANES = 32
+_LEAST_SHARE = 0.01
 
 
 def draw_page(
     title: str, compared: Comparison, advice: Advice | None, names: Mapping[str, str]
 ) -> str:
     """Draw a profile as HTML; `names` are the names of cells by their files."""
-    text, remedy = (_NOTHING, "") if advice is None else (advice.evidence, advice.remedy)
+    text, remedy = (
+        (_describe_health(compared), "") if advice is None else (advice.evidence, advice.remedy)
+    )
     tables = "".join(
         f'<div style="margin-top:10px;font-weight:600">{escape(head)}</div>'
         f'<div style="overflow-x:auto">{_draw_table(rows)}</div>'
@@ -50,7 +52,7 @@ def draw_page(
             ("Each rank: the mean step, and what takes its time", list_ranks(compared)),
             ("Lines of your code, by time", list_lines(compared, names)),
             ("Operations of torch", list_operations(compared, names)),
-            ("Collectives, without waits", list_traffic(compared)),
+            ("Collectives, without waits for other ranks", list_traffic(compared)),
         )
         if len(rows) > 1
     )
@@ -62,6 +64,17 @@ def draw_page(
         f"{_describe_clocks(compared)}"
         f"{theme.draw_folded('Figures', tables)}"
     )
+
+
+def _describe_health(compared: Comparison) -> str:
+    """Return what is shown without advice."""
+    shares = [compared.shares(rank) for rank in compared.ranks]
+    computing = fmean(sum(each[kind] for kind in _COMPUTING) for each in shares)
+    text = f"Nothing stands out: the ranks compute during {format_share(computing)} of each step, "
+    return text + "and no other cause takes much of it."
+
+
+_COMPUTING = ("forward", "backward", "optimizer")
 
 
 def _draw_table(rows: Rows) -> str:
@@ -97,12 +110,13 @@ def _draw_legend(compared: Comparison) -> str:
 def _name_step(compared: Comparison) -> str:
     """Draw which step the lanes show."""
     number = compared.ranks[0].steps[compared.typical].number
-    return f'<div style="font-size:12px;{theme.SOFT}">Step {number:,}</div>'
+    text = f"Step {number:,}, which is nearest to the mean"
+    return f'<div style="font-size:12px;margin-top:6px;{theme.SOFT}">{text}</div>'
 
 
 def draw_lanes(compared: Comparison, advice: Advice | None) -> str:
     """Draw what each rank did in the typical step, a lane each."""
-    shown = compared.ranks[:_MAX_LANES]
+    shown = compared.ranks[:MAX_LANES]
     lanes = [list_parts(compared, index) for index in range(len(shown))]
     length_s = max(1e-9, max(part.end_s for parts in lanes for part in parts))
     marks, labels, top = "", list[Label](), 4.0
@@ -158,7 +172,7 @@ def _describe_clocks(compared: Comparison) -> str:
     return f'<div style="{theme.SOFT}">{escape(text)}</div>'
 
 
-def _without_empty_columns(rows: Rows) -> Rows:
+def _drop_empty_columns(rows: Rows) -> Rows:
     """Return a table without what was not recorded."""
     filled = [any(row[at] for row in rows[1:]) for at in range(len(rows[0]))]
     return [tuple(compress(row, filled)) for row in rows]
@@ -167,8 +181,8 @@ def _without_empty_columns(rows: Rows) -> Rows:
 def list_ranks(compared: Comparison) -> Rows:
     """Return a table of the ranks with the shares of their steps."""
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
-    heads = [name_kind(kind, has_gpu) for kind in (*PARTS, HIDDEN)]
-    rows: Rows = [("rank", "mean step", *heads)]
+    heads = [name_kind(kind, has_gpu) for kind in PARTS]
+    rows: Rows = [("rank", "mean step", *heads, f"+ {name_kind(HIDDEN, has_gpu)}")]
     for rank in compared.ranks:
         mean_s = compared.mean_s(rank, *PARTS)
         shares = *compared.shares(rank).values(), compared.hidden_s(rank) / mean_s
@@ -180,18 +194,18 @@ def list_lines(compared: Comparison, names: Mapping[str, str]) -> Rows:
     """Return a table of the lines of code that the slowest rank is in most, from samples."""
     rank = _find_slowest(compared)
     shares = compared.shares(rank)
-    shares["communication"] += shares.pop(WAITS)  # samples do not tell these apart
+    shares["communication"] += shares.pop(WAITS)  # samples have both
     found = [
         (shares[kind] * share, line, kind)
         for kind, lines in rank.lines.items()
         for line, share in lines.items()
     ]
-    rows: Rows = [(f"of rank {rank.rank}", "share", "in")]
+    rows: Rows = [(f"line, rank {rank.rank}", "share", "in")]
     for share, line, kind in sorted(found, reverse=True)[:5]:
         if share >= _LEAST_SHARE:
-            rows.append(
-                (name_line(line, names), format_share(share), name_kind(kind, rank.has_gpu))
-            )
+            waits = " and waits" if kind == "communication" else ""
+            name = f"{name_kind(kind, rank.has_gpu)}{waits}"
+            rows.append((name_line(line, names), format_share(share), name))
     return rows
 
 
@@ -203,13 +217,16 @@ def _find_slowest(compared: Comparison) -> RankProfile:
 def list_operations(compared: Comparison, names: Mapping[str, str]) -> Rows:
     """Return a table of the ten most expensive operations of the slowest rank.
 
-    Calls that only start collectives are left out.
+    Calls that only start collectives are left out, and what takes less than 1 % of a step.
     """
     rank = _find_slowest(compared)
     steps = len(rank.steps)
     whole = sum(step.end - step.begin for step in rank.steps)
-    rows: Rows = [(f"of rank {rank.rank}", "a step", "share", "calls", "memory", "in", "line")]
-    for each in [op for op in rank.operations if not op.name.startswith("c10d::")][:10]:
+    heads = "time a step", "share", "calls a step", "memory", "in", "line"
+    rows: Rows = [(f"operation, rank {rank.rank}", *heads)]
+    least_ns = _LEAST_SHARE * whole
+    shown = (op for op in rank.operations if op.self_ns >= least_ns)
+    for each in [op for op in shown if not op.name.startswith("c10d::")][:10]:
         row = (
             name_operation(each.name),
             format_time(each.self_ns / steps / 1e9),
@@ -220,17 +237,17 @@ def list_operations(compared: Comparison, names: Mapping[str, str]) -> Rows:
             name_line(each.line, names) if each.line else "",
         )
         rows.append(row)
-    return _without_empty_columns(rows)
+    return _drop_empty_columns(rows)
 
 
 def list_traffic(compared: Comparison) -> Rows:
     """Return a table of the collectives."""
-    rows: Rows = [("collective", "size", "calls", "each takes", "rate")]
+    rows: Rows = [("collective", "size", "calls a step", "each takes", "rate")]
     for each in compared.traffic[:10]:
         size = format_bytes(each.size_bytes) if each.size_bytes else ""
         rate = f"{format_bytes(each.bytes_per_s)}/s" if each.bytes_per_s else ""
         rows.append((each.name, size, f"{each.per_step:.3g}", format_time(each.transfer_s), rate))
-    return _without_empty_columns(rows)
+    return _drop_empty_columns(rows)
 
 
 _BAR_SIGNS = {
@@ -248,9 +265,10 @@ def write_text(
     title: str, compared: Comparison, advice: Advice | None, names: Mapping[str, str]
 ) -> str:
     """Return a profile as text, for a terminal."""
-    lines = [title, "", _NOTHING if advice is None else f"{advice.evidence} {advice.remedy}", ""]
+    text = _describe_health(compared) if advice is None else f"{advice.evidence} {advice.remedy}"
+    lines = [title, "", text, ""]
     has_gpu = any(rank.has_gpu for rank in compared.ranks)
-    for rank in compared.ranks[:_MAX_LANES]:
+    for rank in compared.ranks[:MAX_LANES]:
         lane = rank.steps[compared.typical].lane
         bar = "".join(
             _BAR_SIGNS[LANE_KINDS[lane[k * LANE_BINS // _BAR_CHARS]]] for k in range(_BAR_CHARS)

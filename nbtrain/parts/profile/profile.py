@@ -66,8 +66,8 @@ class Profile:
     def table(self) -> Any:
         """Return a pandas DataFrame, a row a rank: seconds of each kind in a mean step.
 
-        ``step`` is the sum of the parts: ``waits`` is the time in which a rank waits for ranks that
-        come later to a collective, and ``communication`` the rest of the collectives. ``hidden`` is
+        ``step`` is the sum of the parts: ``waits`` is how long a rank waits for ranks that come
+        later to a collective, and ``communication`` the rest of the collectives. ``hidden`` is
         communication beside other work, which takes no time. Raises `MissingExtra` without pandas.
         """
         try:
@@ -127,6 +127,7 @@ class Profile:
             if compared.late_rank is None
             else compared.ranks[compared.late_rank].rank,
             "ranks": self._rows(),
+            "operations_of_rank": compared.ranks[compared.late_rank or 0].rank,
             "operations": [asdict(each) for each in operations],
             "communication": [asdict(each) for each in compared.traffic],
             "clock_error_s": None if error is None or math.isinf(error) else error,

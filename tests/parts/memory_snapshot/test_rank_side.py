@@ -219,23 +219,47 @@ class Hostile(torch.OutOfMemoryError):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize(
-    ("name", "trouble"),
+    ("name", "trouble", "reason"),
     [
-        ("record 50000", RuntimeError("cudaMallocAsync does not yet support recordHistory")),
-        ("observe", AttributeError("_cuda_attach_out_of_memory_observer")),
-        ("take", RuntimeError("no snapshot")),
-        ("take", MemoryError()),
+        ("record 50000", RuntimeError("cudaMallocAsync does not support it"), "cudaMallocAsync"),
+        ("take", RuntimeError("no snapshot"), "RuntimeError: no snapshot"),
+        ("take", MemoryError(), "MemoryError"),
     ],
 )
 def test_trouble_with_the_allocator_keeps_the_users_error(
-    gpu: Pretence, name: str, trouble: Exception
+    gpu: Pretence, name: str, trouble: Exception, reason: str
 ) -> None:
     gpu.trouble = {name: trouble}
     run = failing(gpu.run_out, memory_snapshot=True)
-    assert (files(run), notes(run)) == ([], [])
+    assert files(run) == []
+    (note,) = notes(run)
+    assert note.startswith("No memory snapshot was made: ")
+    assert reason in note
+
+
+def test_without_an_observer_the_snapshot_is_made_after_the_error(gpu: Pretence) -> None:
+    gpu.trouble = {"observe": AttributeError("_cuda_attach_out_of_memory_observer")}
+    run = failing(gpu.run_out, memory_snapshot=True)
+    assert files(run) == ["rank-0000.pickle"]
+    assert "could not allocate memory" in notes(run)[0]
+
+
+def test_a_task_that_uses_no_gpu_has_a_note(gpu: Pretence) -> None:
+    gpu.is_used = False
     ended = launch(lambda: 7, memory_snapshot=True)
     assert ended.value == 7
-    assert notes(ended)[0].startswith("No memory snapshot was made: torch did not use a GPU, or")
+    assert notes(ended)[0].startswith("No memory snapshot was made: torch did not use a GPU in")
+
+
+def test_a_torch_that_cannot_clear_its_history_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[str, dict[str, Any]]]()
+
+    def record(enabled: str, context: str, stacks: str, max_entries: int) -> None:
+        made.append((enabled, {"context": context, "stacks": stacks, "max": max_entries}))
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    allocator.record_history(50)
+    assert made == [("all", {"context": "alloc", "stacks": "python", "max": 50})]
 
 
 def test_a_full_disk_and_a_hostile_error_keep_the_users_error(

@@ -33,7 +33,10 @@ from .sampler import Sampler
 _OTHER_PROFILER = "the training uses a profiler of its own"
 _PROFILERS = {"profile": "_prepare_trace", "emit_itt": "__enter__", "emit_nvtx": "__enter__"}
 """What of torch records, with the method that begins. Only one can at a time."""
-_OTHER_THREAD = "the steps of the training come from several threads"
+_OTHER_THREAD = "steps can only be recorded if all of them come from the main thread"
+_ENDED = "the run ended while its trace was read"
+_QUIET = "99"
+"""Kineto prints nothing at this level of its log."""
 
 
 class Recorder(Observer):
@@ -51,15 +54,14 @@ class Recorder(Observer):
         self._due = at_start
         self._request: Request | None = None
         self._session: Any = None
-        self._thread: threading.Thread | None = None
-        """The one that has started the session: torch's profiler belongs to a thread. Its number
-        would be that of a later thread, too."""
         self._sampler = Sampler(SAMPLE_INTERVAL_S, MAX_SAMPLES)
         self._writers: list[threading.Thread] = []
         self._reader: subprocess.Popen[bytes] | None = None
         """The process that reads the last trace."""
+        self._has_given_up = False
+        """Whether that process was ended because the run ends."""
         self._left: Any = None
-        """A session that only the thread `_thread` can end."""
+        """A session that only the main thread, which has started it, can end."""
         self._last_steps = self._first_step = 0
         self._before = 0
         """Steps of earlier attempts, which `_first_step` does not count."""
@@ -76,8 +78,7 @@ class Recorder(Observer):
     def prepare(self, values: Mapping[str, Any], optimizer: Any) -> str:
         """Return why steps cannot be recorded now, for people; "" if they can."""
         torch = sys.modules["torch"]
-        self._end_left()
-        if self._left is not None:
+        if not _is_main_thread():
             return _OTHER_THREAD
         if self._request is not None:
             return "steps are being recorded already"
@@ -113,7 +114,7 @@ class Recorder(Observer):
         """Start the profiler, which records after some more steps."""
         self._last_steps = self._context.figures.steps
         self._first_step = self._last_steps + warmup_steps + 1
-        self._request, self._thread = request, threading.current_thread()
+        self._request = request
         try:
             self._start(request, warmup_steps)
         except Exception as error:  # of another version, or another profiler of this process
@@ -125,7 +126,7 @@ class Recorder(Observer):
 
         # Kineto prints each start and end of a recording at its default level.
         if "KINETO_LOG_LEVEL" not in os.environ:
-            os.environ["KINETO_LOG_LEVEL"] = "99"
+            os.environ["KINETO_LOG_LEVEL"] = _QUIET
             undo_later(_forget_log_level)
         patch("torch.autograd", "backward", self._in_backward)
         patch("torch._C._distributed_c10d:Work", "wait", self._in_wait)
@@ -143,7 +144,7 @@ class Recorder(Observer):
 
     def _continue(self, steps: int, request: Request) -> None:
         """Pass a step on to the profiler, which ends the recording after the last one."""
-        if threading.current_thread() is not self._thread:
+        if not _is_main_thread():
             self._left, self._session = self._session, None
             self._abandon(_OTHER_THREAD)
             return
@@ -229,7 +230,7 @@ class Recorder(Observer):
             self._report(f"its trace could not be written ({error.strerror})", folder)
         except Exception as error:  # a trace that this torch writes otherwise
             LOGGER.info("the profile was not saved", exc_info=True)
-            self._report(str(error), folder)
+            self._report(_ENDED if self._has_given_up else str(error), folder)
         finally:
             summary.delete(trace)
 
@@ -253,15 +254,15 @@ class Recorder(Observer):
         # After a failure on a GPU, the end of a session could wait for a peer that has died.
         is_stuck = is_failure and sys.modules["torch"].cuda.is_initialized()
         # The profiler of another thread ends ours with its own, and to end ours again would crash.
-        if session is not None and threading.current_thread() is self._thread and not is_stuck:
+        if session is not None and _is_main_thread() and not is_stuck:
             self._left = session
-            self._end_left()
+            self._end_abandoned()
         if reason:
             self._report(reason, folder)
 
-    def _end_left(self) -> None:
-        """End the session that was given up, if this is the thread that has started it."""
-        if self._left is None or threading.current_thread() is not self._thread:
+    def _end_abandoned(self) -> None:
+        """End the session that was given up."""
+        if self._left is None or not _is_main_thread():
             return
         self._left.on_trace_ready = lambda _: None
         try:
@@ -273,9 +274,9 @@ class Recorder(Observer):
     def finish(self, is_failure: bool = False) -> None:
         """End a recording that the training has ended too early for."""
         due, self._due = self._due, None
-        self._end_left()
-        if is_failure and self._reader is not None:
-            self._reader.kill()
+        self._end_abandoned()
+        if is_failure:
+            self._kill_reader()
         made = self._context.figures.steps
         reason = f"the training ended after step {made:,}, before the recorded steps did"
         if self._request is not None:
@@ -289,12 +290,23 @@ class Recorder(Observer):
             for writer in self._writers:
                 writer.join()
         except KeyboardInterrupt:  # the task has returned, so there is nothing else to end
-            if self._reader is not None:
-                self._reader.kill()
+            self._kill_reader()
+
+    def _kill_reader(self) -> None:
+        """Give up what is being read."""
+        self._has_given_up = True
+        if self._reader is not None:
+            self._reader.kill()
+
+
+def _is_main_thread() -> bool:
+    """Whether this is the main thread: torch's profiler belongs to the thread that starts it."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _forget_log_level() -> None:
-    os.environ.pop("KINETO_LOG_LEVEL", None)
+    if os.environ.get("KINETO_LOG_LEVEL") == _QUIET:
+        del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _activities(profiler: Any) -> list[Any]:

@@ -60,7 +60,10 @@ def wait(process: subprocess.Popen[bytes]) -> None:
     """Wait for the process. Raises `RuntimeError` with the last line of its error."""
     _, errors = process.communicate()
     if process.returncode == -signal.SIGKILL:
-        raise RuntimeError("the run ended while its trace was read")
+        raise RuntimeError(
+            "the system killed the process that reads its trace. Memory may have run out: record "
+            "fewer steps"
+        )
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")

@@ -58,19 +58,20 @@ class _Places:
         """Return ``In[5], line 41``."""
         return name_line(line, self._names)
 
-    def most(self, rank: RankProfile, kind: str, least: float = 0.3) -> str:
-        """Return the line with at least this share of a kind's time, as `name`; "" without one."""
-        lines = rank.lines.get(kind, {})
-        line = max(lines, key=lines.__getitem__, default="")
-        return self.name(line) if line and lines[line] >= least else ""
+    def most(self, rank: RankProfile, kind: str) -> str:
+        """Return the up to three lines that take most of a kind's time; "" if there are more."""
+        lines, found, share = rank.lines.get(kind, {}), list[str](), 0.0
+        for line in sorted(lines, key=lines.__getitem__, reverse=True)[:3]:
+            found.append(self.name(line))
+            share += lines[line]
+            if share >= 0.5:
+                return " and ".join(found)
+        return ""
 
 
-def _mean_shares(
-    compared: Comparison, ranks: Sequence[RankProfile], kind: str
-) -> tuple[float, str]:
-    """Return what a part takes of a usual step, and of all steps, as text; the mean of ranks."""
-    usual = fmean(compared.usual_share(rank, kind) for rank in ranks)
-    return usual, format_share(fmean(compared.shares(rank)[kind] for rank in ranks))
+def _mean_share(compared: Comparison, ranks: Sequence[RankProfile], kind: str) -> float:
+    """Return what a part takes of a step; the mean of ranks."""
+    return fmean(compared.shares(rank)[kind] for rank in ranks)
 
 
 def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Places) -> Advice | None:
@@ -79,25 +80,28 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     if late is None or len(compared.ranks) < 2:
         return None
     slow, others = compared.ranks[late], [r for i, r in enumerate(compared.ranks) if i != late]
-    saving, share = _mean_shares(compared, others, WAITS)
+    saving = _mean_share(compared, others, WAITS)
 
     def usual_s(kinds: tuple[str, ...]) -> float:
-        return median(compared.median_s(rank, *kinds) for rank in others)
+        return median(compared.mean_s(rank, *kinds) for rank in others)
 
     excess = {
-        kinds: compared.median_s(slow, *kinds) - usual_s(kinds)
+        kinds: compared.mean_s(slow, *kinds) - usual_s(kinds)
         for kinds in (("data",), ("forward", "backward"), ("optimizer",), ("python",))
     }
     kinds = max(excess, key=excess.__getitem__)
-    waits_s = fmean(compared.median_s(rank, WAITS) for rank in others)
+    waits_s = fmean(compared.mean_s(rank, WAITS) for rank in others)
     if excess[kinds] < waits_s / 2:  # it comes later for a reason that was not recorded
         return None
-    own = format_time(compared.median_s(slow, *kinds))
+    own = format_time(compared.mean_s(slow, *kinds))
     usual = format_time(usual_s(kinds))
     names = _RANK_TEXTS[kinds[0]]
+    is_one = len(others) == 1
+    who = f"Rank {others[0].rank} waits" if is_one else "The other ranks wait"
+    theirs_take = f"rank {others[0].rank} takes" if is_one else "the others take"
     text = (
-        f"The other ranks wait for rank {slow.rank} during {share} of each step. It "
-        f"takes {own} for {names}, the others take {usual}."
+        f"{who} for rank {slow.rank} during {format_share(saving)} of each step. Rank {slow.rank} "
+        f"takes {own} for {names}, {theirs_take} {usual}."
     )
     its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
     if kinds[0] == "data":
@@ -106,13 +110,13 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         return Advice(
             "unequal-batches",
             saving,
-            f"{text} It trains on {round(its, 1):,g} samples in a step, the others on "
+            f"{text} It trains on {round(its, 1):,g} samples in a step, and not on "
             f"{round(median(theirs), 1):,g}.",
             "Give all ranks batches of the same size: one `batch_size` with `DistributedSampler` "
             "or `accelerator.prepare(loader)`, or batches with the same number of tokens.",
             slow.rank,
         )
-    where = place.most(slow, max(kinds, key=lambda kind: compared.median_s(slow, kind)))
+    where = place.most(slow, max(kinds, key=lambda kind: compared.mean_s(slow, kind)))
     at = f" It spends most of it in {where}." if where else ""
     do = (
         "Look at what this rank does alone in its Python code: logging, saving, metrics."
@@ -159,17 +163,17 @@ _RANK_TEXTS = {
 
 def _loader(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about a loader that all ranks wait for."""
-    saving, share = _mean_shares(compared, compared.ranks, "data")
-    slowest = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "data"))
-    text = f"The ranks wait for batches during {share} of each step."
+    saving = _mean_share(compared, compared.ranks, "data")
+    slowest = max(compared.ranks, key=lambda rank: compared.shares(rank)["data"])
+    text = f"The ranks wait for batches during {format_share(saving)} of each step."
     if slowest.loader.startswith("_MultiProcessing"):
         do = f"The workers of the DataLoader are too slow. {_MORE_WORKERS}"
         return Advice("slow-loader", saving, text, do)
     where = place.most(slowest, "data")
     at = f" Most of it is in {where}." if where else ""
     do = (
-        "The training does nothing else meanwhile: let `DataLoader(…, num_workers=2)` prepare "
-        "batches in the background, or prepare the data once, before the training."
+        "Let `DataLoader(…, num_workers=2)` prepare batches in the background, or prepare the data "
+        "once, before the training."
     )
     return Advice("slow-loader", saving, f"{text}{at}", do)
 
@@ -178,7 +182,8 @@ def _communication(compared: Comparison) -> Advice | None:
     """Advise about collectives that the ranks wait for, beyond waiting for a late rank."""
     if len(compared.ranks) < 2:
         return None
-    saving, share = _mean_shares(compared, compared.ranks, "communication")
+    saving = _mean_share(compared, compared.ranks, "communication")
+    share = format_share(saving)
     text = f"The ranks exchange data during {share} of each step, and do nothing else then"
     if not compared.traffic:
         return Advice("exposed-communication", saving, f"{text}.", _LESS)
@@ -202,10 +207,10 @@ _LESS = (
 
 def _python(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about time when only Python runs, and the GPU is idle."""
-    saving, share = _mean_shares(compared, compared.ranks, "python")
-    worst = max(compared.ranks, key=lambda rank: compared.usual_share(rank, "python"))
+    saving = _mean_share(compared, compared.ranks, "python")
+    worst = max(compared.ranks, key=lambda rank: compared.shares(rank)["python"])
     where = place.most(worst, "python")
-    at = f", most of it in {where}" if where else ""
+    at, share = f", most of it in {where}" if where else "", format_share(saving)
     if not worst.has_gpu:
         text = (
             f"Only Python code runs during {share} of each step{at}. Torch computes nothing then."
@@ -231,11 +236,11 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
 
 def _optimizer(compared: Comparison) -> Advice | None:
     """Advise about an optimizer that takes much of a step; a fused one takes half, or less."""
-    saving, share = _mean_shares(compared, compared.ranks, "optimizer")
+    saving = _mean_share(compared, compared.ranks, "optimizer")
     names = [op.name for rank in compared.ranks for op in rank.operations]
     if any("_fused_" in name or "multi_tensor" in name for name in names):
         return None
-    text = f"The optimizer takes {share} of each step."
+    text = f"The optimizer takes {format_share(saving)} of each step."
     foreach = any("_foreach_" in name for name in names)
     do = (
         "`fused=True` (for Adam, AdamW, SGD and Adagrad) updates all parameters in one operation"

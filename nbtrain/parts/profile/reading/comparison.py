@@ -17,7 +17,7 @@ from .intervals import Interval, intersect, merge, total
 from .trace import KINDS, Collective, RankProfile
 
 WAITS = "waits"
-"""The part of `communication` in which a rank waits for ranks that come later."""
+"""The part of `communication` that a rank waits for ranks that come later."""
 
 PARTS = (*KINDS, WAITS)
 """What a step's time is spent on, if `communication` is without `WAITS`."""
@@ -90,20 +90,6 @@ class Comparison:
         """Return the seconds of some parts of a rank's steps: the mean."""
         return fmean(sum(parts[k] for k in kinds) for parts in self.parts_ns[rank.rank]) / 1e9
 
-    def median_s(self, rank: RankProfile, *kinds: str) -> float:
-        """Return the seconds of some parts of a rank's steps: the median, without rare delays."""
-        return median(sum(parts[k] for k in kinds) for parts in self.parts_ns[rank.rank]) / 1e9
-
-    def usual_share(self, rank: RankProfile, kind: str) -> float:
-        """Return the share of a rank's step that a part takes: the median, without rare delays.
-
-        Of `data`, it is the mean: workers of a loader deliver batches in rounds, so that the rank
-        waits in some steps only.
-        """
-        if kind == "data":
-            return self.shares(rank)[kind]
-        return median(parts[kind] / sum(parts.values()) for parts in self.parts_ns[rank.rank])
-
     def hidden_s(self, rank: RankProfile) -> float:
         """Return for how many seconds of a step collectives ran beside other work: the mean."""
         return fmean(total(step.hidden) for step in rank.steps) / 1e9
@@ -168,19 +154,16 @@ class Comparison:
 
     @cached_property
     def late_rank(self) -> int | None:
-        """The index of the rank that others wait for, if it is the same in nearly all steps."""
-        late = dict[int, Counter[int]]()
+        """The index of the rank that the others wait for, if it causes most of all waits."""
+        waited = Counter[int]()
         for each, last in zip(self.same_collectives, self._lasts(), strict=True):
             begins = [self._begin(c, i) for i, c in enumerate(each)]
-            waited = sum(
+            waited[begins.index(last)] += sum(
                 total(intersect(rank.waits, [(c.begin, last + self.offsets_ns[i])]))
                 for i, (rank, c) in enumerate(zip(self.ranks, each, strict=True))
             )
-            step = next(s.number for s in self.ranks[0].steps if each[0].begin < s.end)
-            late.setdefault(step, Counter())[begins.index(last)] += waited
-        found = Counter(max(counts, key=counts.__getitem__) for counts in late.values())
-        # Any rank is late at times, as when its host is busy for a moment: one step of five may be.
-        return next((rank for rank, count in found.items() if count >= 0.8 * len(late)), None)
+        # Ranks that are equally fast are late in turn.
+        return next((r for r, ns in waited.items() if ns > 0.8 * waited.total()), None)
 
     @cached_property
     def traffic(self) -> list[Traffic]:

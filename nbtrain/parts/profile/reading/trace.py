@@ -176,6 +176,8 @@ _WAIT_TENSOR = "_c10d_functional::wait_tensor"
 _DDP_FORWARD = "DistributedDataParallel.forward"
 _GLOO = ("gloo:", "mpi:", "ucc:")
 _MEMORY = "[memory]"
+_ALLOCATE = ("aten::empty", "aten::resize_")
+"""Operations that only allocate, for the one that calls them."""
 
 
 def _is_step(name: str) -> bool:
@@ -425,8 +427,9 @@ def _list_calls(events: Sequence[Event]) -> list[_Call]:
         while stack and stack[-1].event.end <= event.begin:
             stack.pop()
         if event.category == _MEMORY:
-            if stack:
-                stack[-1].allocated_bytes += max(0, int(event.args.get("Bytes", 0)))
+            callers = (c for c in reversed(stack) if not c.event.name.startswith(_ALLOCATE))
+            if (call := next(callers, None)) is not None:
+                call.allocated_bytes += max(0, int(event.args.get("Bytes", 0)))
             continue
         length_ns = event.end - event.begin
         if stack:
