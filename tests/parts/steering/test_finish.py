@@ -45,7 +45,12 @@ class Count:
         time.sleep(0.002)
         if self.steps == self.at and nbtrain.rank() == 0:
             folder = RunFolder(Path(os.environ["NBTRAIN_RUN"]))
+            bell, deadline = folder.path / "bell", time.monotonic() + 10
+            orders = bell.read_bytes()
             write(folder, Action("finish", self.after), "by the test")
+            # On a busy machine, the training could be over before the launcher has seen it.
+            while bell.read_bytes() == orders and time.monotonic() < deadline:
+                time.sleep(0.001)
 
 
 def data(samples: int = 4 * BATCHES * 2) -> TensorDataset:
