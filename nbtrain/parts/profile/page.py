@@ -45,14 +45,15 @@ def draw_page(
     text, remedy = (
         (_describe_health(compared), "") if advice is None else (advice.evidence, advice.remedy)
     )
+    of_rank = f"rank {_find_slowest(compared).rank}"
     tables = "".join(
         f'<div style="margin-top:10px;font-weight:600">{escape(head)}</div>'
         f'<div style="overflow-x:auto">{_draw_table(rows)}</div>'
         for head, rows in (
-            ("Each rank: the mean step, and what takes its time", list_ranks(compared)),
-            ("Lines of your code, by time", list_lines(compared, names)),
-            ("Operations of torch", list_operations(compared, names)),
-            ("Collectives, without waits for other ranks", list_traffic(compared)),
+            ("Shares of the mean step", list_ranks(compared)),
+            (f"Lines of your code, {of_rank}", list_lines(compared, names)),
+            (f"Operations, {of_rank}", list_operations(compared, names)),
+            ("Collectives: what each takes after the last rank has come", list_traffic(compared)),
         )
         if len(rows) > 1
     )
@@ -98,7 +99,8 @@ def _draw_legend(compared: Comparison) -> str:
     drawn = ""
     for kind in kinds:
         colour, height = LOOKS[kind]
-        fill = f"border:1px solid {colour}" if kind == WAITS else f"background:{colour}"
+        hollow = f"background:{colour}4d;border:1px solid {colour}"
+        fill = hollow if kind == WAITS else f"background:{colour}"
         drawn += (
             '<span style="margin-right:14px;white-space:nowrap"><span aria-hidden="true" style='
             f'"display:inline-block;width:10px;height:{10 * height:.0f}px;{fill};'

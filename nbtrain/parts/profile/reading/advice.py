@@ -96,12 +96,12 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     own = format_time(compared.mean_s(slow, *kinds))
     usual = format_time(usual_s(kinds))
     names = _RANK_TEXTS[kinds[0]]
-    is_one = len(others) == 1
-    who = f"Rank {others[0].rank} waits" if is_one else "The other ranks wait"
-    theirs_take = f"rank {others[0].rank} takes" if is_one else "the others take"
+    is_one, name = len(others) == 1, f"rank {slow.rank}"
+    the_others = f"rank {others[0].rank}" if is_one else "the other ranks"
+    wait, take = ("waits", "takes") if is_one else ("wait", "take")
     text = (
-        f"{who} for rank {slow.rank} during {format_share(saving)} of each step. Rank {slow.rank} "
-        f"takes {own} for {names}, {theirs_take} {usual}."
+        f"{the_others.capitalize()} {wait} for {name} during {format_share(saving)} of each step. "
+        f"{name.capitalize()} takes {own} for {names}, {the_others} {take} {usual}."
     )
     its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
     if kinds[0] == "data":
@@ -110,19 +110,20 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
         return Advice(
             "unequal-batches",
             saving,
-            f"{text} It trains on {round(its, 1):,g} samples in a step, and not on "
-            f"{round(median(theirs), 1):,g}.",
+            f"{text} {name.capitalize()} trains on {round(its, 1):,g} samples in a step, "
+            f"{the_others} on {round(median(theirs), 1):,g}.",
             "Give all ranks batches of the same size: one `batch_size` with `DistributedSampler` "
             "or `accelerator.prepare(loader)`, or batches with the same number of tokens.",
             slow.rank,
         )
     where = place.most(slow, max(kinds, key=lambda kind: compared.mean_s(slow, kind)))
-    at = f" It spends most of it in {where}." if where else ""
+    at = f" Most of that is in {where}." if where else ""
+    gpu = ", a slower or hotter GPU" if slow.has_gpu else ""
     do = (
-        "Look at what this rank does alone in its Python code: logging, saving, metrics."
+        f"Look at what {name} does alone in its Python code: logging, saving, metrics."
         if kinds[0] == "python"
-        else "If its batches have the same size, something slows this rank down: another process "
-        "on its device or cores, fewer threads, a slower or hotter GPU."
+        else f"If all ranks have batches of the same size, something slows {name} down: another "
+        f"process on its device or cores, fewer threads{gpu}."
     )
     return Advice("slow-rank", saving, f"{text}{at}", do, slow.rank)
 
@@ -132,24 +133,24 @@ def _late_loader(slow: RankProfile, saving: float, text: str, place: _Places) ->
     if slow.loader.startswith("_MultiProcessing"):
         # The traces do not tell whether the others' workers are faster, or only ahead.
         do = (
-            "The workers of its DataLoader are too slow. Those of the other ranks may be as slow, "
-            f"and have some batches in stock. {_MORE_WORKERS}"
+            f"The workers of rank {slow.rank}'s DataLoader are too slow. Those of other ranks may "
+            f"be as slow, and have some batches in stock. {_MORE_WORKERS}"
         )
         return Advice("slow-loader", saving, text, do, slow.rank)
     where = place.most(slow, "data")
-    at = f" It spends it in {where}." if where else ""
+    at = f" Most of that is in {where}." if where else ""
     return Advice(
         "slow-loader-of-rank",
         saving,
         f"{text}{at}",
-        "Look at what its loader does that the others' does not: larger or more samples, "
-        "another disk.",
+        f"Look at what the loader of rank {slow.rank} does alone: larger or more samples, another "
+        "disk.",
         slow.rank,
     )
 
 
 _MORE_WORKERS = (
-    "Give the DataLoader more of them (`num_workers`), let them do less for each sample, or "
+    "Give the DataLoader more workers (`num_workers`), let them do less for each sample, or "
     "prepare the data once, before the training."
 )
 
