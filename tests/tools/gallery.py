@@ -21,7 +21,7 @@ from tests.ui.browser.conftest import FLAGS, _chromium
 
 PICTURES = NOTEBOOKS / "_static" / "gallery"
 SIZE = 560, 340
-SHOWN = {"profile": 1}
+SHOWN = {"profile": 2}
 """Which of a page's outputs with HTML is the picture, if not the first."""
 
 CARD = re.compile(r"^:img-top: (?:\.\./)?_static/gallery/(\w+)\.png\n:link: (\S+)$", re.M)
