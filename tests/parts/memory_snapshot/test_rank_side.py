@@ -23,6 +23,7 @@ from nbtrain.parts.memory_snapshot import allocator, limits, rank_side
 from nbtrain.system import gpus
 from nbtrain.tracking.run_folder import RunFolder
 from tests.parts.memory_snapshot.snapshots import CELL, MIB, full
+from tests.support.kernel import Notebook
 from tests.support.runs import launch
 
 pytestmark = pytest.mark.part("memory_snapshot")
@@ -331,3 +332,15 @@ def test_torch_still_has_the_private_functions_that_are_used() -> None:
         assert len(torch.cuda._queued_calls) == len(queued) + 1
     finally:
         torch.cuda._queued_calls[:] = queued
+
+
+def test_live_ranks_without_a_gpu_refuse_the_option(notebook: Notebook) -> None:
+    assert not notebook.run("%load_ext nbtrain").ename
+    assert not notebook.run("%nbtrain start -n 2").ename
+    try:
+        out = notebook.run("%%distributed --memory-snapshot\nprint('ran')")
+        assert out.ename == "PlanError"
+        assert "ran" not in out.stdout
+        assert not notebook.run("%%distributed\nprint('ran')").ename
+    finally:
+        notebook.run("%nbtrain stop")

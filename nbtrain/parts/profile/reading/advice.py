@@ -189,9 +189,9 @@ def _communication(compared: Comparison) -> Advice | None:
     if not compared.traffic:
         return Advice("exposed-communication", saving, f"{text}.", _LESS)
     top = compared.traffic[0]
-    times = f"mostly {top.per_step:.3g} × {top.name}" + (
-        f" of {format_bytes(top.size_bytes)}" if top.size_bytes else ""
-    )
+    times = f"mostly {top.per_step:.3g} × {top.name}"
+    if top.size_bytes and top.bytes_per_s:
+        times += f" of {format_bytes(top.size_bytes)}, {format_bytes(top.bytes_per_s)} in a second"
     if top.size_bytes and top.size_bytes < limits.SMALL_MESSAGE_BYTES and top.per_step > 20:
         do = "They are many and small: join them, as DDP does with a larger `bucket_cap_mb`."
     else:
