@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -122,7 +123,8 @@ def _run_command(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             listed = [to_json_value(info) for info in catalog.run_infos()]
             _print_json({"schema": SCHEMA_VERSION, "runs": listed})
         case "runs":
-            _print_text(catalog.page(catalog.run_infos(), "nbtrain"))
+            width = shutil.get_terminal_size((160, 24)).columns
+            _print_text(catalog.page(catalog.run_infos(), "nbtrain", width))
         case "show":
             return _show_run(catalog.find_run(options.run), options)
         case "logs" if options.json:

@@ -154,8 +154,10 @@ class NbtrainMagics(Magics):  # type: ignore[misc,unused-ignore]
                 self._print_doctor(as_json="--json" in line)
             case ["runs"]:
                 from ..lifecycle import catalog
+                from ..ui.displays.html_display import show
 
-                print(catalog.page(catalog.run_infos()))
+                infos = catalog.run_infos()
+                show({"text/plain": catalog.page(infos), "text/html": catalog.draw_page(infos)})
             case ["show" | "stop" | "stacks", *names]:
                 self._run_command(name, [" ".join(names)] if names else [])
             case ["migrate", *_]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from html import escape
 from typing import Any
 
 from ..errors import NbtrainError
-from ..system.text import format_duration, plural, shorten, strip_escapes
+from ..system.text import plural, short_repr, strip_escapes
 from ..tracking import clock
 from ..tracking import run_folder as folders
 from ..tracking.overview.epochs import main_metric
-from ..ui.tables import text_table
-from ..ui.text_summary import sparkline
+from ..ui.board import theme
+from ..ui.run_list import MAX_ROWS, RunRow, draw_list, write_list
 from .run import Run, background_runs, last_run
 from .run_info import RunInfo, frame, run_info
 
@@ -51,40 +52,70 @@ def runs() -> Any:
     return frame(run_infos())
 
 
-def page(infos: list[RunInfo], command: str = "%nbtrain") -> str:
-    """Return a table of runs as text, and how to show or stop one with `command`."""
-    skipped = [
+def page(infos: list[RunInfo], command: str = "%nbtrain", width: int = 120) -> str:
+    """Return the runs as a table of text, and how to show or stop one with `command`."""
+    if not infos:
+        return "\n".join([f"No run is kept in {folders.root()}.", *_skipped()])
+    readable = [_row(info) for info in infos if info.status != UNREADABLE]
+    # A run's files may contain control characters, which would act on the terminal.
+    lines = write_list(readable, time.time(), width) if readable else []
+    hint = f"{command} show RUN displays a run, {command} stop RUN ends it (RUN: its number)."
+    return "\n".join([*lines, "", *_unreadable_lines(infos), *_skipped(), hint])
+
+
+def draw_page(infos: list[RunInfo]) -> str:
+    """Draw the newest runs as an HTML table, the newest first."""
+    if not infos:
+        return f"<pre>{escape(page(infos))}</pre>"
+    readable = [_row(info) for info in reversed(infos) if info.status != UNREADABLE]
+    older = len(readable) - MAX_ROWS
+    below = [*_unreadable_lines(infos), *_skipped()]
+    if older > 0:
+        below.append(f"{plural(older, 'older run')}: nbtrain.runs() has all as a DataFrame.")
+    below.append("%nbtrain show 12 displays run #12, %nbtrain stop 12 ends it.")
+    lines = "".join(f"<div>{escape(line)}</div>" for line in below)
+    return f'{draw_list(readable, time.time())}<div style="{theme.FONT}">{lines}</div>'
+
+
+def _skipped() -> list[str]:
+    """Return a line for each folder of another user."""
+    return [
         strip_escapes(f"{name} {reason}: skipped") for name, reason in folders.foreign().items()
     ]
-    if not infos:
-        return "\n".join([f"No run is kept in {folders.root()}.", *skipped])
-    head = ("", "run", "title", "status", "when", "ranks", "took", "last", "", "result")
-    # A run's files may contain control characters, which would act on the terminal.
-    rows = [[strip_escapes(cell) for cell in _row(info)] for info in infos]
-    lines = text_table([head, *rows], "<" * len(head))
-    hint = f"{command} show RUN displays a run, {command} stop RUN ends it (RUN: its number)."
-    return "\n".join([*lines, "", *skipped, hint])
 
 
-def _row(info: RunInfo) -> tuple[str, ...]:
-    """Return a run as a row of the list of runs; of a folder that cannot be read, only why."""
-    if info.status == UNREADABLE:
-        return "", info.name, info.outcome  # the last column has the rest of the line
+def _unreadable_lines(infos: list[RunInfo]) -> list[str]:
+    """Return a line for each run that cannot be read."""
+    return [
+        strip_escapes(f"{info.name}: {info.outcome}") for info in infos if info.status == UNREADABLE
+    ]
+
+
+def _row(info: RunInfo) -> RunRow:
+    """Return a run as a row of the list of runs."""
     seconds = info.seconds
     if seconds is None and info.status == "running":
         seconds = max(0.0, clock.now(info.clock_offset) - info.created)
     metric = main_metric(info.metrics)
-    return (
-        "" if info.number is None else f"#{info.number}",
+    values = {**info.parameters, **info.metrics}
+    facts = [
         info.name,
-        shorten(info.title, 32),
-        info.outcome,
-        time.strftime("%a %d %b %H:%M", time.localtime(info.created)),
-        plural(info.ranks, "rank"),
-        "" if seconds is None else format_duration(seconds),
-        "" if metric is None else f"{metric} {info.metrics[metric]:.4g}",
-        sparkline(info.lately, 12),
-        shorten(info.result, 24),
+        f"{info.outcome}, engine {info.engine}",
+        ", ".join(f"{name} = {short_repr(value)}" for name, value in values.items()),
+        *info.changes,
+    ]
+    return RunRow(
+        "" if info.number is None else f"#{info.number}",
+        "flawed" if info.status == "succeeded" != info.outcome else info.status,
+        strip_escapes(info.outcome),
+        strip_escapes(info.title),
+        info.created,
+        info.ranks,
+        seconds,
+        "" if metric is None else f"{strip_escapes(metric, 20)} {info.metrics[metric]:.4g}",
+        info.lately,
+        strip_escapes(info.result),
+        [strip_escapes(fact) for fact in facts if fact],
     )
 
 
