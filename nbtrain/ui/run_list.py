@@ -17,7 +17,7 @@ MAX_ROWS = 50
 
 _CURVE_PX = 90, 18
 _CURVE_CHARS = 8
-_MIN_TITLE_CHARS, _MAX_TITLE_CHARS, _MAX_RESULT_CHARS = 12, 40, 24
+_MIN_TITLE_CHARS, _MAX_TITLE_CHARS, _MAX_RESULT_CHARS = 12, 40, 60
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,13 @@ def write_list(rows: Sequence[RunRow], now: float, width: int) -> list[str]:
         "result": [row.ending for row in rows],
     }
     for head in ("  ", "ranks"):
-        if _room(columns, width) < _MIN_TITLE_CHARS + _MAX_RESULT_CHARS // 2:
+        if _room(columns, width) < 2 * _MIN_TITLE_CHARS:
             del columns[head]
-    room = max(_MIN_TITLE_CHARS, _room(columns, width))
-    longest = max(map(len, columns["result"]), default=0)
-    for_result = min(longest, _MAX_RESULT_CHARS, max(len("result"), room * 2 // 5))
-    for_title = max(_MIN_TITLE_CHARS, min(_MAX_TITLE_CHARS, room - for_result))
+    room = _room(columns, width)
+    titles = min(_MAX_TITLE_CHARS, max(map(len, columns["run"]), default=0))
+    results = min(_MAX_RESULT_CHARS, max(map(len, columns["result"]), default=0))
+    for_title = max(_MIN_TITLE_CHARS, min(titles, room - min(results, room * 2 // 5)))
+    for_result = max(1, min(results, room - for_title))
     columns["run"] = [shorten(title, for_title) for title in columns["run"]]
     columns["result"] = [shorten(text, for_result) for text in columns["result"]]
     table = [[head.strip() for head in columns], *zip(*columns.values(), strict=True)]

@@ -199,7 +199,7 @@ def test_a_detached_run_outlives_its_kernel_and_is_found_again(
 
     second = start_kernel()
     second.run(LOAD)
-    assert "running" in second.run("%nbtrain runs").stdout
+    assert "running" in second.run("%nbtrain runs").board
     shown = second.run(f"%nbtrain show {run.folder.name}")
     assert shown.button()
     (first_folder / "go").touch()

@@ -134,7 +134,7 @@ def test_the_place_in_the_queue_is_shown_and_the_result_is_in_another_kernel(
         second.run("model = torch.nn.Linear(4, 1)")
         second.run(f"run = nbtrain.Run.open({names[0]!r})")
         assert "in the queue" in second.value("run.state.message")
-        assert "waiting" in second.run("%nbtrain runs").stdout
+        assert "waiting" in second.run("%nbtrain runs").board
         other.close()
         for name in names:
             second.run(f"run = nbtrain.Run.open({name!r}).wait()", timeout=60)
@@ -251,7 +251,7 @@ def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(
         step = kernel.value("run.state.ranks[0].step")
         wait_until(lambda: kernel.value("run.state.ranks[0].step") > step + 100, 30)
         assert kernel.value("waiting.state.is_queued, waiting.state.is_over") == (True, False)
-        listed = kernel.run("%nbtrain runs").stdout
+        listed = kernel.run("%nbtrain runs").board
         assert "waiting" in listed
         assert "running" in listed
         assert "lost" not in listed
@@ -260,7 +260,7 @@ def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(
         assert "scancel" in kernel.run("waiting.stop()", timeout=60).evalue
         later = start_kernel()
         later.run(f"os.environ.update({cluster.variables!r})")
-        listed = later.run("%nbtrain runs").stdout
+        listed = later.run("%nbtrain runs").board
         assert "waiting" in listed
         assert "lost" not in listed
         cluster.start_controller()

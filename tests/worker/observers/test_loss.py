@@ -303,7 +303,7 @@ def test_a_run_whose_loss_stays_not_finite_does_not_end_as_a_success(notebook: N
         assert end in notebook.value(view)
     assert notebook.value("nbtrain.runs().outcome.iloc[-1]") == end
     assert notebook.value("nbtrain.Run.open(run.folder).state.outcome") == end
-    assert end in notebook.run("%nbtrain runs").stdout
+    assert end in notebook.run("%nbtrain runs").board
 
 
 def test_weights_that_are_not_finite_are_no_success(notebook: Notebook) -> None:
