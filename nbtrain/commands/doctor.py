@@ -148,7 +148,12 @@ def page(seen: Examination | None = None) -> str:
     devices = {"cuda": "GPU" + "s" * (seen.visible > 1), "cpu": "CPU"}
     devices |= {name: device.label for name, device in part.devices().items()}
     device = devices.get(seen.device, seen.device)
+    what = f"{plural(seen.ranks, 'rank')} on the {device} (-n auto)"
+    verdict = f"Ready: {what}" if seen.is_ready else f"Not ready: {what} cannot start"
+    _, *launches = section(verdict, _launches(seen))
     lines = [
+        *launches,
+        "",
         f"nbtrain {_version()} · "
         f"Python {platform.python_version()} · {frontend(ipython_shell(), os.environ)}",
         _system(),
@@ -156,10 +161,7 @@ def page(seen: Examination | None = None) -> str:
         *section("Versions", _versions(seen.build, seen.trouble)),
         *section("This host", _host(seen.ranks)),
         *section("This process", [*_process(), *_imports()]),
-        *section(
-            f"A launch now: {plural(seen.ranks, 'rank')} on the {device} (-n auto)",
-            _launches(seen),
-        ),
+        *section("To report a bug", [_BUG_REPORT]),
     ]
     return "\n".join(lines)
 
@@ -439,11 +441,15 @@ def _imports() -> Iterator[Row]:
 
 
 def _launches(seen: Examination) -> Iterator[Row]:
-    """Yield the findings about a launch, by engine, and where the log for a bug report is."""
+    """Yield the findings about a launch, by engine."""
     for engine, findings in seen.findings.items():
         yield from launch(engine, findings, seen.trouble or seen.folder_trouble)
-    text = f"attach launcher.log from the run's folder ({launch_log.VARIABLE}=debug also prints it)"
-    yield "bug report", text
+
+
+_BUG_REPORT = (
+    "",
+    f"attach launcher.log from the run's folder ({launch_log.VARIABLE}=debug also prints it)",
+)
 
 
 def launch(engine: str, findings: Sequence[Finding], trouble: str = "") -> Iterator[Row]:

@@ -55,12 +55,12 @@ def runs() -> Any:
 def page(infos: list[RunInfo], command: str = "%nbtrain", width: int = 120) -> str:
     """Return the runs as a table of text, and how to show or stop one with `command`."""
     if not infos:
-        return "\n".join([f"No run is kept in {folders.root()}.", *_skipped()])
+        return "\n".join([f"No run is kept in {folders.root()}.", *_list_foreign()])
     readable = [_row(info) for info in infos if info.status != UNREADABLE]
     # A run's files may contain control characters, which would act on the terminal.
     lines = write_list(readable, time.time(), width) if readable else []
     hint = f"{command} show RUN displays a run, {command} stop RUN ends it (RUN: its number)."
-    return "\n".join([*lines, "", *_unreadable_lines(infos), *_skipped(), hint])
+    return "\n".join([*lines, "", *_unreadable_lines(infos), *_list_foreign(), hint])
 
 
 def draw_page(infos: list[RunInfo]) -> str:
@@ -69,7 +69,7 @@ def draw_page(infos: list[RunInfo]) -> str:
         return f"<pre>{escape(page(infos))}</pre>"
     readable = [_row(info) for info in reversed(infos) if info.status != UNREADABLE]
     older = len(readable) - MAX_ROWS
-    below = [*_unreadable_lines(infos), *_skipped()]
+    below = [*_unreadable_lines(infos), *_list_foreign()]
     if older > 0:
         below.append(f"{plural(older, 'older run')}: nbtrain.runs() has all as a DataFrame.")
     below.append("%nbtrain show 12 displays run #12, %nbtrain stop 12 ends it.")
@@ -77,7 +77,7 @@ def draw_page(infos: list[RunInfo]) -> str:
     return f'{draw_list(readable, time.time())}<div style="{theme.FONT}">{lines}</div>'
 
 
-def _skipped() -> list[str]:
+def _list_foreign() -> list[str]:
     """Return a line for each folder of another user."""
     return [
         strip_escapes(f"{name} {reason}: skipped") for name, reason in folders.foreign().items()

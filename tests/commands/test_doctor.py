@@ -128,7 +128,8 @@ def test_the_frontend_is_named_as_far_as_it_can_be_known(
 def test_this_very_host_is_examined_and_nothing_is_initialised() -> None:
     nbtrain.launch(print, num_processes=1, view="none")
     page = doctor.page()
-    assert page.startswith(f"nbtrain {nbtrain.__version__} · Python ")
+    assert page.startswith("Ready: ")
+    assert f"\nnbtrain {nbtrain.__version__} · Python " in page
     for text in (f"torch         {torch.__version__}, built for", "accelerate ", "open files "):
         assert text in page
     assert re.search(r"memory  .* available \(host .*(cgroup|container's)", page)
@@ -136,7 +137,7 @@ def test_this_very_host_is_examined_and_nothing_is_initialised() -> None:
     assert len(page.splitlines()) <= 40
     assert accelerator_guard.initialized_accelerators() == frozenset()
     if not torch.cuda.device_count() and "  other " not in page:
-        assert "A launch now: 2 ranks on the CPU (-n auto)" in page
+        assert "Ready: 2 ranks on the CPU (-n auto)" in page
 
 
 def test_the_users_home_is_not_in_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,13 +183,14 @@ def test_without_a_torch_that_works_the_page_says_so(
             page = " ".join(out.stdout.split())
             assert reason in page, out.stdout
             assert "fork refused: torch" in page
+            assert page.startswith("Not ready: ")
 
 
 def test_a_notebook_asks_the_doctor(notebook: Notebook) -> None:
     out = must_run(notebook, "%nbtrain doctor")
-    first, *_ = out.stdout.splitlines()
-    assert first.startswith("nbtrain ")
-    assert first.endswith("Jupyter kernel")
+    first, *lines = out.stdout.splitlines()
+    assert first.startswith("Ready: ")
+    assert any(each.startswith("nbtrain ") and each.endswith("Jupyter kernel") for each in lines)
     assert "No accelerator is initialised in this kernel" in out.stdout
     assert "fork: a launch can start" in out.stdout
     assert max(map(len, out.stdout.splitlines())) <= 80
