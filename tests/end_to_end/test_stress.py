@@ -353,7 +353,7 @@ def test_no_rank_outlives_its_kernel(
     way = Door(kernel, tmp_path / "home", end)
     if options:
         shown = kernel.run(mixed(options))
-        wait_until(lambda: _is_ready(way), 30)
+        wait_until(lambda: _is_ready(way))
         with contextlib.suppress(Ended):
             way(shown)
     else:

@@ -87,7 +87,7 @@ def test_a_rank_whose_python_runs_is_not_read_while_it_changes() -> None:
 
     run = launch(train, background=True)
     try:
-        wait_until(lambda: not run.stacks()[0].trouble, 30)
+        wait_until(lambda: not run.stacks()[0].trouble)
         for _ in range(400):
             (told,) = stacks.read_stacks(RunFolder(run.folder), [0], 20)
             assert not told.trouble

@@ -222,7 +222,7 @@ def test_a_stopped_process_is_told_as_such() -> None:
         assert pid is not None  # for psutil, that is this very process
         process = psutil.Process(pid)
         process.suspend()
-        wait_until(lambda: any("stopped" in h.text for h in verdicts(run)), 30)
+        wait_until(lambda: any("stopped" in h.text for h in verdicts(run)))
         process.resume()
 
 

@@ -194,7 +194,7 @@ def test_a_detached_run_outlives_its_kernel_and_is_found_again(
     assert first.run(train("--detach", steps=steps)).ename == ""
     assert not first.process.children()
     run = kept(tmp_path / "home", monkeypatch)
-    wait_until(lambda: "step 3" in run.logs(0), timeout=30)
+    wait_until(lambda: "step 3" in run.logs(0))
     first.process.send_signal(signal.SIGKILL)
 
     second = start_kernel()
@@ -296,9 +296,9 @@ def test_a_folder_that_is_deleted_is_made_anew_and_what_ranks_return_comes_home(
             wait_until(lambda: bool(launched.state.ranks[0].metrics), 60)
         (folder,) = run_root.glob("runs/*")
         vanish(run_root)
-        wait_until((folder / "run.json").exists, 30)
+        wait_until((folder / "run.json").exists)
         # A rank looks for its file now and then: what it writes before goes with the old one.
-        wait_until((folder / "rank-0000.jsonl").exists, 30)
+        wait_until((folder / "rank-0000.jsonl").exists)
         (tmp_path / "go").touch()
 
     model = torch.nn.Linear(1, 1)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import psutil
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    """Poll until `condition` holds; fail after `timeout` seconds."""
+def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+    """Poll until `condition` holds; fail after `timeout` seconds, which a busy machine may need."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"

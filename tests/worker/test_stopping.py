@@ -31,7 +31,7 @@ def stopper() -> Iterator[threading.Thread]:
         return any("ready" in line for rank in run.state.ranks for line in rank.log)
 
     def stop() -> None:
-        wait_until(is_ready, 40)  # a machine that does other things, too
+        wait_until(is_ready)  # a machine that does other things, too
         run = the_last_run()
         run.stop()
 

@@ -251,7 +251,7 @@ def _ended_with_all_below(
         for left in below:
             if not is_gone(left):
                 left.kill()
-        wait_until(lambda: all(map(is_gone, below)), timeout=30)
+        wait_until(lambda: all(map(is_gone, below)))
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_no_rank_stays_when_the_kernel_or_the_server_goes(hub: Hub, page: Page, 
     else:
         hub.stop_server()
         hub.start_server()
-    wait_until(lambda: all(map(is_gone, ranks)), timeout=30)
+    wait_until(lambda: all(map(is_gone, ranks)))
     with opened(hub) as again:
         after = again.run("%%distributed -n 2\nnbtrain.rank()")
         assert after.ename == "", after.traceback

@@ -148,7 +148,7 @@ def opened(folder: Path, mode: str = "edit") -> Iterator[Page]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-        wait_until(lambda: all(map(is_gone, everyone)), timeout=30)
+        wait_until(lambda: all(map(is_gone, everyone)))
 
 
 def _answers(address: str) -> bool:

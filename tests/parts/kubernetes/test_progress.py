@@ -160,7 +160,7 @@ def test_a_server_that_hangs_does_not_delay_a_run(
     reporter.finish(ev.Finished(1.0, -1, status), lambda: False)
     assert time.monotonic() - began < limit
     server.hangs.clear()
-    wait_until(lambda: reporter._process.poll() is not None, 20)
+    wait_until(lambda: reporter._process.poll() is not None)
 
 
 def test_a_process_that_does_not_read_delays_nothing(tmp_path: Path) -> None:

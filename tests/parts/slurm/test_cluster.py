@@ -33,7 +33,7 @@ def cluster() -> Iterator[SlurmCluster]:
 def job(cluster: SlurmCluster) -> Iterator[Job]:
     with closing(cluster.job()) as job:
         yield job
-    wait_until(lambda: cluster.run("squeue", "--noheader") == "", 30)
+    wait_until(lambda: cluster.run("squeue", "--noheader") == "")
 
 
 @contextmanager
@@ -119,8 +119,8 @@ def test_a_job_waits_in_the_queue_until_another_ends(cluster: SlurmCluster) -> N
     with closing(cluster.job("--exclusive", "--partition=busy")):
         second = cluster.run("sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=:")
         wanted = ("squeue", "--noheader", f"--jobs={second}", "--format=%T %r")
-        wait_until(lambda: cluster.run(*wanted) == "PENDING Resources", 30)
-    wait_until(lambda: "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", second), 30)
+        wait_until(lambda: cluster.run(*wanted) == "PENDING Resources")
+    wait_until(lambda: "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", second))
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_job_ends_at_its_time_limit(cluster: SlurmCluster) -> None:
         assert step.wait(timeout=150)
         assert 45 < time.monotonic() - begun < 100
         shown = ("scontrol", "show", "job", str(job.id))  # it is completing for a while
-        wait_until(lambda: "JobState=TIMEOUT" in cluster.run(*shown), 30)
+        wait_until(lambda: "JobState=TIMEOUT" in cluster.run(*shown))
 
 
 def test_a_node_that_is_killed_is_down_and_comes_back() -> None:

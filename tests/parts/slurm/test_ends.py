@@ -47,8 +47,8 @@ def test_a_job_that_is_cancelled_is_named_and_the_kernel_continues(
         ranks = start_training(kernel)
         cluster.run("scancel", str(job.id))
         assert f"the Slurm job {job.id} was cancelled (scancel)" in failure(kernel)
-        wait_until(lambda: all(map(is_gone, ranks)), 30)
-        wait_until(lambda: not list(tmp_path.glob("nbtrain-*")), 10)  # temporary files of nodes
+        wait_until(lambda: all(map(is_gone, ranks)))
+        wait_until(lambda: not list(tmp_path.glob("nbtrain-*")))  # temporary files of nodes
         out = kernel.run("%%distributed\n1", timeout=60)
         assert f"the job {job.id}" in out.evalue
 
@@ -61,7 +61,7 @@ def test_an_allocation_that_is_given_back_is_named(
         ranks = start_training(kernel)
         job.close()
         assert f"the Slurm job {job.id} " in failure(kernel)
-        wait_until(lambda: all(map(is_gone, ranks)), 30)
+        wait_until(lambda: all(map(is_gone, ranks)))
 
 
 def test_a_step_that_is_cancelled_is_named(cluster: SlurmCluster, start_kernel_in: Start) -> None:
@@ -81,7 +81,7 @@ def test_a_job_that_is_preempted_is_named(start_kernel_in: Start) -> None:
         ranks = start_training(kernel)
         with closing(cluster.job("--partition=high", "--exclusive")):
             assert f"the Slurm job {job.id} was preempted by another job" in failure(kernel)
-        wait_until(lambda: all(map(is_gone, ranks)), 30)
+        wait_until(lambda: all(map(is_gone, ranks)))
 
 
 def test_a_lost_node_is_named_and_the_run_continues_from_its_checkpoint_on_the_other(
@@ -172,11 +172,11 @@ def test_no_process_and_no_port_is_left_when(
         ENDS[what](cluster, job, kernel)
         if "kernel" not in what:
             failure(kernel)
-            wait_until(lambda: len(set(cluster.processes()) - before - of_kernel) <= 1, 30)
+            wait_until(lambda: len(set(cluster.processes()) - before - of_kernel) <= 1)
             drivers = [" ".join(p.cmdline()) for p in set(cluster.processes()) - before - of_kernel]
             assert all("nbtrain.parts.slurm.driver" in driver for driver in drivers)
             kernel.close()
-        wait_until(lambda: not set(cluster.processes()) - before, 30)
+        wait_until(lambda: not set(cluster.processes()) - before)
         assert not ports & listening_ports(list(psutil.process_iter()))
 
 
@@ -212,7 +212,7 @@ def test_a_step_of_others_that_ends_or_waits_is_no_matter(
             "import subprocess\n"
             "step = subprocess.Popen(['srun', '-N2', '-n2', '--mem=0', 'sleep', '600'])"
         )
-        wait_until(lambda: "sleep" in cluster.run("squeue", "--steps", "-h", "-o", "%j"), 30)
+        wait_until(lambda: "sleep" in cluster.run("squeue", "--steps", "-h", "-o", "%j"))
         out = kernel.run("%%distributed --view none\nos.environ['RANK']", timeout=60)
         assert not out.ename, out.traceback
         kernel.run("step.terminate(); step.wait()")
@@ -270,14 +270,14 @@ def test_a_limit_that_is_extended_at_the_last_moment_does_not_end_the_run(
         options = "num_processes=2, background=True, view='none'"
         kernel.run(f"run = nbtrain.launch(train, model, {options})")
         shown = "run.state.deadline.ends - time.time() if run.state.deadline else 1e6"
-        wait_until(lambda: abs(kernel.value(shown) - left_s()) < 5, 30)
+        wait_until(lambda: abs(kernel.value(shown) - left_s()) < 5)
         evaluating.touch()
         wait_until(lambda: left_s() < 15, 60)  # a checkpoint was requested
         cluster.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")
-        wait_until(lambda: abs(kernel.value(shown) - left_s()) < 5, 30)
+        wait_until(lambda: abs(kernel.value(shown) - left_s()) < 5)
         evaluating.unlink()  # now it is saved
         saved = "[p.name for p in run.folder.glob('checkpoints/kept/step-*')]"
-        wait_until(lambda: kernel.value(saved), 30)
+        wait_until(lambda: kernel.value(saved))
         wait_until(lambda: left_s() < 55, 60)  # after the first limit
         assert not kernel.value("run.state.is_over")
         wait_until(lambda: kernel.value("run.state.is_over"), 60)

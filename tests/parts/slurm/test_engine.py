@@ -165,7 +165,7 @@ def test_an_agent_that_is_killed_is_named_and_its_ranks_end(notebook: Notebook) 
     agent.kill()
     wait_until(lambda: notebook.value("run.state.is_over"), 60)
     assert "nbtrain's process on n2 ended" in notebook.value("str(run.failure)")
-    wait_until(lambda: all(map(is_gone, ranks)), 30)
+    wait_until(lambda: all(map(is_gone, ranks)))
     out = notebook.run("%%distributed --view none\nos.environ['RANK']", timeout=60)
     assert not out.ename, out.traceback
 
@@ -253,9 +253,9 @@ def test_nothing_is_left_when_the_kernel_is_killed(
         processes = [psutil.Process(pid) for pid in pids]
         processes += [agent_of(pid) for pid in pids]
         kernel.process.kill()
-        wait_until(lambda: all(map(is_gone, processes)), 30)
-        wait_until(lambda: "interactive" in cluster.run("squeue", "-h", "-o", "%j"), 10)
-        wait_until(lambda: not _steps(cluster, own), 30)
+        wait_until(lambda: all(map(is_gone, processes)))
+        wait_until(lambda: "interactive" in cluster.run("squeue", "-h", "-o", "%j"))
+        wait_until(lambda: not _steps(cluster, own))
 
 
 def _steps(cluster: SlurmCluster, job: Job) -> list[str]:

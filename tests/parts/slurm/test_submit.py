@@ -90,7 +90,7 @@ def test_a_submitted_cell_trains_as_here_and_the_weights_come_home(
     assert kernel.value("there[0] == there[1] == [p.tolist() for p in model.parameters()]")
     assert kernel.value("id(model) == before")
     assert "trained on node 0 of 1" in kernel.value("run.logs(1)")
-    wait_until(lambda: job_state(cluster, job) == "COMPLETED", 30)
+    wait_until(lambda: job_state(cluster, job) == "COMPLETED")
     assert not kernel.value("(run.folder / 'payload').exists()")
     kernel.run("torch.manual_seed(0); model = torch.nn.Linear(4, 1)")
     kernel.run(f"{DDP}\nhere = nbtrain.launch(train, model, num_processes=2).results", timeout=60)
@@ -164,7 +164,7 @@ def test_stop_ends_a_run_as_an_interrupt_does_and_its_job(
     assert kernel.value("run.state.status") == "interrupted"
     assert "by run.stop()" in kernel.value("run.state.message")
     assert all(map(is_gone, ranks))
-    wait_until(lambda: job_state(cluster, job_of(kernel)) == "COMPLETED", 30)
+    wait_until(lambda: job_state(cluster, job_of(kernel)) == "COMPLETED")
 
 
 @on_slurm
@@ -178,7 +178,7 @@ def test_a_job_that_is_cancelled_is_no_failure_of_the_ranks(
     kernel.run("run.wait()", timeout=60)
     assert kernel.value("run.state.status") == "interrupted"
     assert f"Slurm ended the job {job}" in kernel.value("run.state.message")
-    wait_until(lambda: all(map(is_gone, ranks)), 30)
+    wait_until(lambda: all(map(is_gone, ranks)))
 
 
 @on_slurm
@@ -249,7 +249,7 @@ def test_a_controller_that_is_away_delays_nothing_and_ends_no_run(
         submit_spinning(kernel, "-n 1")
         cluster.kill_controller()
         step = kernel.value("run.state.ranks[0].step")
-        wait_until(lambda: kernel.value("run.state.ranks[0].step") > step + 100, 30)
+        wait_until(lambda: kernel.value("run.state.ranks[0].step") > step + 100)
         assert kernel.value("waiting.state.is_queued, waiting.state.is_over") == (True, False)
         listed = kernel.run("%nbtrain runs").board
         assert "waiting" in listed

@@ -134,4 +134,4 @@ def test_live_ranks_have_the_modules_and_the_copy_ends_with_the_kernel(
         here, there = map(Path, kernel.value("list(ranks['place'])"))
         assert here == disk / "notebook/beside_it.py"
         assert there.read_text() == "number = 3"
-    wait_until(lambda: not there.parent.exists(), 30)
+    wait_until(lambda: not there.parent.exists())

@@ -342,7 +342,7 @@ def test_a_moved_slider_turns_the_rate_of_all_ranks_after_one_step() -> None:
             panel.follow(run.state, clock.now())
             return until()
 
-        wait_until(is_done, timeout=30)
+        wait_until(is_done)
 
     draws(lambda: panel.widget.children)
     slider, back, _ = panel.widget.children[0].children

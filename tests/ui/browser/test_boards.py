@@ -50,7 +50,7 @@ def _start(open_notebook: Open, name: str, cell: str = LONG, shows: str = "it/s"
 def test_the_board_lives_and_what_stays_survives_a_reopen(open_notebook: Open) -> None:
     page = _start(open_notebook, "live.ipynb", LOOP.format(count=60))
     boards = {page.board}
-    wait_until(lambda: boards.add(page.board) or len(boards) > 3, timeout=20)
+    wait_until(lambda: boards.add(page.board) or len(boards) > 3)
     page.shot("live")
     page.wait_for("succeeded")
     page.button.wait_for(state="detached")
@@ -109,7 +109,7 @@ def test_a_reloaded_page_goes_on_showing_the_run(open_notebook: Open, server: Se
     page.open()
     page.wait_for("it/s")
     boards = {page.board}
-    wait_until(lambda: boards.add(page.board) or len(boards) > 3, timeout=20)
+    wait_until(lambda: boards.add(page.board) or len(boards) > 3)
     page.shot("reloaded")
     page.button.click()
     page.wait_for("by the Stop button")
@@ -202,7 +202,7 @@ def test_a_page_closed_during_the_run_and_opened_after_its_end_shows_how_it_ende
             return not server.ranks() and len(server.ask("api/kernels")) == 1
         return False
 
-    wait_until(is_over, timeout=30)
+    wait_until(is_over)
     back = open_notebook("away.ipynb")
     try:
         back.wait_for("succeeded")

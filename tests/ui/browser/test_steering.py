@@ -71,9 +71,9 @@ def test_a_slider_changes_the_rate_and_finish_ends_the_training(
     readout = page.locator(".widget-readout").first
     before = readout.inner_text()
     drag(page, handle, -60)
-    wait_until(lambda: readout.inner_text() != before, timeout=20)
+    wait_until(lambda: readout.inner_text() != before)
     page.get_by_role("button", name="back").first.wait_for()
-    wait_until(lambda: page.get_by_role("button", name="back").first.is_enabled(), timeout=20)
+    wait_until(lambda: page.get_by_role("button", name="back").first.is_enabled())
     shoot(notebook, f"steering-{theme}")
     page.get_by_role("button", name="Finish").click()
     notebook.wait_for("finished early at step")

@@ -335,7 +335,7 @@ def test_the_next_run_goes_on_with_the_processes_of_the_last(notebook: Notebook)
     assert set(notebook.value("nbtrain.last_run().results")) == set(first)
     assert listening(first) == ports
     notebook.run(f"os.kill({first[1]}, 9)")
-    wait_until(lambda: not psutil.pid_exists(first[1]), 30)
+    wait_until(lambda: not psutil.pid_exists(first[1]))
     second = _nodes_processes(notebook)
     assert set(second) & set(first) == {first[0]}
     write = "open('counted.py', 'w').write('number = {}\\n')\nimport counted"
@@ -346,7 +346,7 @@ def test_the_next_run_goes_on_with_the_processes_of_the_last(notebook: Notebook)
     after = _nodes_processes(notebook, cell)
     assert not set(before) & set(after)
     assert [told[1] for told in notebook.value("nbtrain.last_run().results")] == [22, 22]
-    wait_until(lambda: not any(map(psutil.pid_exists, before)), 30)
+    wait_until(lambda: not any(map(psutil.pid_exists, before)))
 
 
 def test_a_driver_that_was_lost_between_two_runs_is_started_anew(notebook: Notebook) -> None:
@@ -370,7 +370,7 @@ def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint_on_another
     assert lost in ids
     began = time.monotonic()
     cluster.tell(f"kill {number_of(cluster, lost)}")
-    wait_until(lambda: notebook.value("run.state.attempt") == 2, 30)
+    wait_until(lambda: notebook.value("run.state.attempt") == 2)
     print(f"told after {time.monotonic() - began:.1f} s")
     assert f"its node {lost} (" in notebook.value("run.state.message")
     notebook.run("run.wait()", timeout=120)

@@ -107,11 +107,11 @@ def test_ray_is_started_once_by_a_kernel_that_asks_for_it_and_ended_with_it(
     (tmp_path / "go").touch()
     alone.run("detached.wait()", timeout=60)
     assert alone.value("detached.state.status") == "succeeded"
-    wait_until(lambda: not psutil.pid_exists(first), 30)  # it had copies of what kept its Ray
+    wait_until(lambda: not psutil.pid_exists(first))  # it had copies of what kept its Ray
     psutil.Process(second).kill()
     assert second not in launch()  # nobody is told of what was mended
     kernel.kill()
-    wait_until(lambda: not _others(kernel, folder), 30)
+    wait_until(lambda: not _others(kernel, folder))
 
 
 def _others(kernel: psutil.Process, folder: str) -> set[tuple[int, str]]:

@@ -93,7 +93,7 @@ def _check_nothing_is_left(cluster: Simulated) -> None:
     member = _member(cluster)
     assert member["actors"] == [["", "NodeActor"]] * 2
     assert member["reserved"] == {}
-    wait_until(lambda: not list(cluster.folder.glob("nbtrain-*")), 30)
+    wait_until(lambda: not list(cluster.folder.glob("nbtrain-*")))
 
 
 def _member(cluster: Simulated, *args: str) -> dict[str, object]:
