@@ -424,7 +424,7 @@ def test_a_launch_from_a_thread_works() -> None:
         target=lambda: results.extend(launch("fork", nbtrain.rank, n=2).results)
     )
     thread.start()
-    thread.join(30)
+    thread.join(60)
     assert results == [0, 1]
 
 

@@ -38,7 +38,7 @@ def launched(function: Callable[..., Any], *args: Any, **options: Any) -> Iterat
         yield run
     finally:
         run.stop()
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -102,7 +102,7 @@ def test_gpus_are_told_as_soon_as_they_were_seen_and_nobody_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def slow_driver() -> Iterator[object]:
-        assert answers.wait(30)
+        assert answers.wait(60)
         yield object()
 
     answers = threading.Event()

@@ -37,7 +37,7 @@ def test_a_forked_process_hears_each_order(tmp_path: Path) -> None:
             assert here.recv() == "listens"
             writer.write(order)
             assert here.recv() == order
-        process.join(10)
+        process.join(60)
         assert process.exitcode == 0
 
 

@@ -165,7 +165,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     may_answer.set()
 
     def describe(_nvml: object) -> tuple[Gpu, ...]:
-        may_answer.wait(30)
+        may_answer.wait(60)
         return (Gpu(0, "GPU-a", "H200", used=used.pop(0) if len(used) > 1 else used[0]),)
 
     monkeypatch.setitem(__import__("sys").modules, "pynvml", Nvml())

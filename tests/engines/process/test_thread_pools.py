@@ -79,7 +79,7 @@ def test_a_child_begins_with_an_empty_pool_while_its_parent_has_work_in_it() -> 
     with ThreadPoolExecutor(1) as pool:
         busy, waits = pool.submit(work), pool.submit(os.getpid)
         begun.wait()
-        child = fork_process(lambda: pool.submit(pow, 2, 3).result(10) + waits.done())
+        child = fork_process(lambda: pool.submit(pow, 2, 3).result(60) + waits.done())
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         gate.set()
         assert code == 8

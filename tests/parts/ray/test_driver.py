@@ -68,7 +68,7 @@ def test_an_interrupt_while_the_driver_starts_leaves_none(monkeypatch: pytest.Mo
         DriverClient(RayDriver)
     (driver,) = started
     try:
-        assert driver.wait(30) == 0
+        assert driver.wait(60) == 0
     finally:
         driver.kill()
         driver.wait()

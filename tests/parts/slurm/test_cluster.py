@@ -111,7 +111,7 @@ def test_scancel_ends_the_tasks_on_both_nodes(cluster: SlurmCluster, job: Job) -
         ]
         assert len(tasks) == 2
         cluster.run("scancel", str(job.id))
-        assert step.wait(timeout=30)
+        assert step.wait(timeout=60)
         wait_until(lambda: all(map(is_gone, tasks)))
 
 

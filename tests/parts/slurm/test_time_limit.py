@@ -77,7 +77,7 @@ def test_the_end_is_called_off_once_the_limit_is_extended_and_announced_again(
 ) -> None:
     monkeypatch.setattr(time_limit, "KEEP_INTERVAL_S", 0.01)
     can_save = threading.Event()
-    job.save = lambda: can_save.wait(30)
+    job.save = lambda: can_save.wait(60)
     job.left_s = 60.0  # the notice is half of it
     limit = follow()
     attend_until(limit, limit.notes)

@@ -350,7 +350,7 @@ def test_a_run_that_ends_first_or_has_ended_is_told() -> None:
     thread.start()
     wait_until(lambda: run.state.steered)
     run.stop()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     assert errors
     with pytest.raises(NbtrainError, match="ended already"):
