@@ -248,6 +248,76 @@ def train():
     assert ", line 4: 1.0 GiB in 1 block; " in note
 
 
+PROFILE = "profile = nbtrain.last_run().profiles[-1]; compared = profile.comparison"
+
+
+def test_a_profile_has_the_kernels_of_the_gpu(book: Notebook, show: Shown) -> None:
+    show("""%%distributed --profile 5:3
+def train():
+    net = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(8))).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(10):
+        net(torch.randn(4096, 4096, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""")
+    show(PROFILE)
+    (rank,) = book.value("[(r.has_gpu, r.syncs, len(r.operations)) for r in compared.ranks]")
+    assert rank[0]
+    shares = book.value("compared.shares(compared.ranks[0])")
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["forward"] + shares["backward"] > 0.5, shares
+    assert book.value("profile.advice is None"), book.value("repr(profile)")
+    operations = book.value("[(o.name, o.kind, o.line) for o in compared.ranks[0].operations]")
+    assert any("gemm" in name or "nvjet" in name or "cutlass" in name for name, *_ in operations)
+    assert is_clean(book)
+
+
+def test_a_profile_names_the_line_that_waits_for_the_gpu(book: Notebook, show: Shown) -> None:
+    show("""%%distributed --profile 5:5
+def train():
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50))).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(12):
+        loss = net(torch.randn(8, 64, device="cuda")).square().mean()
+        for _ in range(20):
+            loss.item()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""")
+    show(PROFILE)
+    code, remedy = book.value("(profile.advice.code, profile.advice.remedy)")
+    assert code == "waits-for-python"
+    assert "Python waits for the GPU 20 times a step" in remedy
+    assert book.value("profile.save('trace.json.gz').stat().st_size") > 1000
+
+
+def test_two_profiles_of_nccl_are_compared(book: Notebook, show: Shown) -> None:
+    show(PAIR)
+    show("""%%distributed -n 2 --profile 5:3
+# like gloo
+def train():
+    share()
+    import torch.distributed as dist
+    dist.init_process_group("nccl")
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2048, 2048).cuda())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(10):
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+        net(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+""")
+    show(PROFILE)
+    assert book.value("len(compared.ranks)") == 2
+    traffic = book.value("[(t.name, t.size_bytes) for t in compared.traffic]")
+    assert any("allreduce" in name.lower() and (size or 0) > 16e6 for name, size in traffic)
+    assert book.value("compared.late_rank") == 1
+    assert book.value("profile.advice.rank") == 1
+
+
 def test_an_assertion_on_the_device(book: Notebook, show: Shown) -> None:
     cell = """
 def train():
