@@ -50,12 +50,12 @@ def _rows_of(path: Path) -> Iterator[Row]:
 def table() -> str:
     """Return the table as Markdown."""
     works: dict[tuple[str, str, str], list[str]] = {}
-    for host, what, tried, place in rows():
-        works.setdefault((host, tried, place), []).append(what)
+    for host, text, tried, place in rows():
+        works.setdefault((host, tried, place), []).append(text)
     lines = ["| host | what works | how it was tried |", "|---|---|---|"]
     before = ""
-    for (host, tried, place), what in works.items():
-        shown = ". ".join(text[0].upper() + text[1:] for text in what)
+    for (host, tried, place), texts in works.items():
+        shown = ". ".join(text[0].upper() + text[1:] for text in texts)
         lines.append(f"| {host if host != before else ''} | {shown} | {tried} ([test]({place})) |")
         before = host
     return "\n".join(lines) + "\n"
