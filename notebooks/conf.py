@@ -129,19 +129,29 @@ SEARCHED = {
     "concepts/fork-and-cuda": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
     "reference/environment": "environment variables, network interface, GLOO_SOCKET_IFNAME, "
     "NCCL_SOCKET_IFNAME, NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES",
-    "reference/versions": "SBOM, compatibility, deprecation, licence, license, Apache, "
+    "reference/where-it-runs": "SBOM, compatibility, deprecation, licence, license, Apache, "
     "vulnerability, CVE, security contact, "
-    "supply chain, pin, pins, hash, support, SECURITY.md, semantic versioning",
-    "reference/resources": "disk, quota, processes, threads, idle, overhead, memory of a kernel, "
-    "disk full, resources",
-    "reference/hosts": "VS Code, Colab, Kaggle, Databricks, SageMaker, marimo",
+    "supply chain, pin, pins, hash, support, SECURITY.md, semantic versioning, "
+    "hosts, VS Code, Colab, Kaggle, Databricks, SageMaker, marimo, "
+    "tested versions, supported, Windows, macOS, AMD, ROCm, Python version",
+    "reference/what-it-does": "disk, quota, processes, threads, idle, overhead, disk full, "
+    "memory of a kernel, resources, promises, guarantees, "
+    "monkey patch, what does it patch, patches, disable, everything off, switch everything off",
     "reference/measured": "overhead, benchmark, speed, performance, startup time",
-    "reference/tested": "tested versions, supported, Windows, macOS, AMD, ROCm, Python version",
-    "reference/process-changes": "monkey patch, what does it patch, patches, disable, "
-    "everything off, switch everything off, overhead",
     "reference/magics": "options, magics, num_processes, timeout",
 }
 """What readers type into the search and a page does not say in these words, by page."""
+
+
+MOVED = {
+    "reference/hosts": "where-it-runs.html#notebook-programs",
+    "reference/process-changes": "what-it-does.html",
+    "reference/promises": "what-it-does.html#promises",
+    "reference/resources": "what-it-does.html#processes",
+    "reference/tested": "where-it-runs.html",
+    "reference/versions": "where-it-runs.html#what-is-public-and-deprecation",
+}
+"""Pages that are gone: the address that each of them leads to, relative to the old one."""
 
 
 class SearchedPhrases(SphinxTransform):
@@ -179,6 +189,7 @@ def setup(app: Any) -> None:
     app.connect("build-finished", _copy_notebooks)
     app.connect("html-page-context", _mark_headings)
     app.connect("build-finished", _make_search)
+    app.connect("build-finished", _redirect_old_addresses)
 
 
 def _copy_notebooks(app: Any, error: Exception | None) -> None:
@@ -202,6 +213,16 @@ def _make_search(app: Any, error: Exception | None) -> None:
         search = ["--root-selector", "article", "--exclude-selectors", ".headerlink,.cell_output"]
         command = [sys.executable, "-m", "pagefind", "--site", str(app.outdir), *search]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _redirect_old_addresses(app: Any, error: Exception | None) -> None:
+    """Leave a page that leads on at each old address; after the search, which has none of them."""
+    if error is None and app.builder.format == "html":
+        for old, new in MOVED.items():
+            refresh = f'<meta http-equiv="refresh" content="0; url={new}">'
+            head = f'<meta charset="utf-8"><title>Moved</title>{refresh}'
+            text = f'<!doctype html>{head}<p>Moved to <a href="{new}">{new}</a></p>'
+            (Path(app.outdir) / f"{old}.html").write_text(text)
 
 
 def _write_full_text(app: Any, error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""Look at a built site, for markup shown as text and for the search: check_site.py SITE."""
+"""Check a built site for markup shown as text, redirects and the search: check_site.py SITE."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def shown_markup(html: str) -> list[str]:
     return [line for line in lines if line != "|" and RAW.search(line)]
 
 
+def broken_redirect(page: Path) -> str:
+    """Return where a page redirects to, if that page or its anchor is missing; else nothing."""
+    refresh = BeautifulSoup(page.read_text(), "html.parser").find("meta", {"http-equiv": "refresh"})
+    if refresh is None:
+        return ""
+    address = str(refresh["content"]).partition("url=")[2]
+    name, _, anchor = address.partition("#")
+    target = page.parent / name
+    if target.is_file():
+        html = BeautifulSoup(target.read_text(), "html.parser")
+        if html.find("article") and (not anchor or html.find(id=anchor)):
+            return ""
+    return address
+
+
 def main(site: Path) -> int:
     """Print what was found, by page; the exit code says whether anything was."""
     pages = sorted(page for page in site.rglob("*.html") if "_static" not in page.parts)
@@ -30,10 +45,13 @@ def main(site: Path) -> int:
     for page, lines in found.items():
         print(f"{page.relative_to(site)}:", *lines, sep="\n  ")
     print(f"{len(pages)} pages, {len(found)} with markup that is shown as text")
+    broken = {page: address for page in pages if (address := broken_redirect(page))}
+    for page, address in broken.items():
+        print(f"{page.relative_to(site)} redirects to {address}, which does not exist")
     entry = site / "pagefind" / "pagefind-entry.json"
     indexed = json.loads(entry.read_text())["languages"]["en"]["page_count"]
     print(f"{indexed} pages are in the index of the search")
-    return int(bool(found) or len(pages) < 40 or indexed < 40)
+    return int(bool(found or broken) or len(pages) < 40 or indexed < 40)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write the table of hosts into its page, from the tests: `python tests/tools/host_table.py`.
 
 Each test that plays a host has a marker `host` with the host's name, what works, and how it was
-tried: a row of the table. A test compares the page.
+tried. Tests of one file that tried a host in the same way share a row. A test compares the page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "notebooks" / "reference" / "hosts.md"
+PAGE = ROOT / "notebooks" / "reference" / "where-it-runs.md"
 START, END = "<!-- the table, made by tests/tools/host_table.py -->\n", "<!-- its end -->\n"
 
 Row = tuple[str, str, str, str]
@@ -44,16 +44,19 @@ def _rows_of(path: Path) -> Iterator[Row]:
                     else ast.literal_eval(keyword.value)
                     for keyword in call.keywords
                 }
-                place = f"[{path.name}](../../{path.relative_to(ROOT)})"
-                yield host, texts["works"], texts["tried"], place
+                yield host, texts["works"], texts["tried"], f"../../{path.relative_to(ROOT)}"
 
 
 def table() -> str:
     """Return the table as Markdown."""
-    lines = ["| host | what works | how it was tried | test |", "|---|---|---|---|"]
+    works: dict[tuple[str, str, str], list[str]] = {}
+    for host, text, tried, place in rows():
+        works.setdefault((host, tried, place), []).append(text)
+    lines = ["| host | what works | how it was tried |", "|---|---|---|"]
     before = ""
-    for host, works, tried, place in rows():
-        lines.append(f"| {host if host != before else ''} | {works} | {tried} | {place} |")
+    for (host, tried, place), texts in works.items():
+        shown = ". ".join(text[0].upper() + text[1:] for text in texts)
+        lines.append(f"| {host if host != before else ''} | {shown} | {tried} ([test]({place})) |")
         before = host
     return "\n".join(lines) + "\n"
 
