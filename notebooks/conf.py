@@ -144,6 +144,7 @@ SEARCHED = {
 
 
 MOVED = {
+    "guides/scaling": "../tutorials/scaling.html",
     "reference/hosts": "where-it-runs.html#notebook-programs",
     "reference/process-changes": "what-it-does.html",
     "reference/promises": "what-it-does.html#promises",

@@ -194,15 +194,16 @@ def test_the_docstrings_page_has_all_that_is_public() -> None:
     assert [name for name in documented if not hasattr(nbtrain.LiveRanks, name)] == []
 
 
-@pytest.mark.parametrize("command", ["memory", "scaling"])
+@pytest.mark.parametrize("guide", ["guides/memory.md", "tutorials/scaling.ipynb"])
 @pytest.mark.part("memory", "scaling")
-def test_the_guides_of_memory_and_scaling_list_their_options(command: str) -> None:
+def test_the_guides_of_memory_and_scaling_list_their_options(guide: str) -> None:
+    command = Path(guide).stem
     folder = Path(nbtrain.__file__).parent / "parts" / command
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
     options = {*re.findall(r"add_argument\(\"(--[\w-]+)\"", sources)}
     assert len(options) >= 2
-    guide = (NOTEBOOKS / f"guides/{command}.md").read_text()
-    assert [name for name in options if f"`{name}" not in guide] == []
+    page = (NOTEBOOKS / guide).read_text()
+    assert [name for name in options if f"`{name}" not in page] == []
     (row,) = re.findall(rf"^\| `%nbtrain {command} .*$", reference("magics"), re.M)
     assert [name for name in options if name not in row] == []
 

@@ -1,4 +1,4 @@
-"""Make the scaling guide's picture of a scaling report: a small CNN on the digits, 1 and 2 ranks.
+"""Make the picture of reference/measured.md: the speed-up of a small CNN, on 1 and 2 ranks.
 
     python tests/benchmarks/studies/scaling_picture.py [REPEATS]
 
