@@ -95,7 +95,7 @@ SEARCHED = {
     "guides/results": "save_model, save model, state_dict, return value, weights, load weights",
     "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board",
     "guides/trackers": "wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
-    "guides/failures": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
+    "tutorials/failure": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
     "guides/hangs": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, "
     "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
     "watchdog, "
@@ -144,6 +144,7 @@ SEARCHED = {
 
 
 MOVED = {
+    "guides/failures": "../tutorials/failure.html",
     "guides/scaling": "../tutorials/scaling.html",
     "reference/hosts": "where-it-runs.html#notebook-programs",
     "reference/process-changes": "what-it-does.html",

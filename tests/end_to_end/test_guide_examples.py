@@ -18,7 +18,7 @@ RUNS = re.compile(r'run\.compare\("#\d+"\)')
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "page",
-    ["background", "checkpoints", "failures", "hangs", "live-ranks", "results", "steering"],
+    ["background", "checkpoints", "hangs", "live-ranks", "results", "steering"],
 )
 def test_a_guide_prints_what_it_shows(notebook: Notebook, page: str) -> None:
     printed = ""

@@ -8,6 +8,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import nbtrain
@@ -28,6 +29,7 @@ PAGES = [
     ROOT / ".github/SECURITY.md",
     *sorted(NOTEBOOKS.rglob("*.md")),
 ]
+TUTORIALS = sorted((NOTEBOOKS / "tutorials").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -64,18 +66,24 @@ def test_the_modules_that_the_contributing_page_names_exist() -> None:
     assert missing == []
 
 
+def prose(page: Path) -> str:
+    """Return the text of a page; of a notebook, the text of its markdown cells."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = nbformat.read(page, as_version=4).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(
-        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
-    )
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", prose(page), flags=re.S), re.M)
     texts = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {text.replace(" ", "-") for text in texts}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_to_files_and_to_headings(page: Path) -> None:
-    for link in LINK.findall(page.read_text()):
+    for link in LINK.findall(prose(page)):
         if link.startswith("https://"):
             continue
         target, _, anchor = link.partition("#")
@@ -144,7 +152,8 @@ def test_the_api_page_names_all_of_a_run(name: str) -> None:
 
 def test_what_the_pages_say_of_a_run_exists() -> None:
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that has what went, too
-    names = {name for page in pages for name in re.findall(r"\brun\.(\w+)", page.read_text())}
+    texts = [prose(page) for page in [*pages, *TUTORIALS]]
+    names = {name for text in texts for name in re.findall(r"\brun\.(\w+)", text)}
     assert [name for name in names - {"json", "csv", "png"} if not hasattr(nbtrain.Run, name)] == []
 
 
@@ -202,7 +211,7 @@ def test_the_guides_of_memory_and_scaling_list_their_options(guide: str) -> None
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
     options = {*re.findall(r"add_argument\(\"(--[\w-]+)\"", sources)}
     assert len(options) >= 2
-    page = (NOTEBOOKS / guide).read_text()
+    page = prose(NOTEBOOKS / guide)
     assert [name for name in options if f"`{name}" not in page] == []
     (row,) = re.findall(rf"^\| `%nbtrain {command} .*$", reference("magics"), re.M)
     assert [name for name in options if name not in row] == []
@@ -215,10 +224,10 @@ def test_the_install_page_lists_every_extra() -> None:
     assert [extra for extra in extras if f"`{extra}`" not in page] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *TUTORIALS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_table_has_a_head(page: Path) -> None:
     """A table that a blank line cuts in two is shown as text from there on."""
-    lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.S).splitlines()
+    lines = re.sub(r"```.*?```", "", prose(page), flags=re.S).splitlines()
     for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
         if line.startswith("|") and not before.startswith("|"):
             assert after.startswith("|---"), line
