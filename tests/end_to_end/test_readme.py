@@ -8,6 +8,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+import nbformat
 import pytest
 
 import nbtrain
@@ -65,10 +66,12 @@ def test_the_modules_that_the_contributing_page_names_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(
-        r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M
-    )
+    """Return the anchors of a page's or notebook's headings, as GitHub makes them."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        cells = nbformat.reads(text, as_version=4).cells
+        text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     texts = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {text.replace(" ", "-") for text in texts}
 
