@@ -145,6 +145,7 @@ SEARCHED = {
 
 MOVED = {
     "guides/hangs": "../tutorials/hang.html",
+    "guides/live-ranks": "../live.html",
     "reference/hosts": "where-it-runs.html#notebook-programs",
     "reference/process-changes": "what-it-does.html",
     "reference/promises": "what-it-does.html#promises",
