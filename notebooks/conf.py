@@ -96,15 +96,15 @@ SEARCHED = {
     "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board",
     "guides/trackers": "wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
     "tutorials/failure": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
-    "guides/hangs": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, "
-    "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
-    "watchdog, "
-    "InfiniBand, freeze, timeout, uneven data, fewer batches",
     "guides/debugger": "breakpoint, pdb, debug",
     "guides/background": "background, detach, close browser, disconnect",
     "guides/steering": "early stopping, stop early, finish early, change learning rate, knob",
     "guides/profile": "profiler, torch.profiler, bottleneck, slow training, why is it slow, trace, "
     "Perfetto, no faster than one GPU, GPU utilization, slow DataLoader",
+    "tutorials/hang": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, "
+    "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
+    "watchdog, "
+    "InfiniBand, freeze, timeout, uneven data, fewer batches",
     "tutorials/profile": "slow training, bottleneck, not faster with two GPUs, slow DataLoader",
     "guides/checkpoints": "resume, checkpoint, restart, continue training, max_restarts",
     "guides/memory": "memory, CUDA out of memory, batch size fits, VRAM",
@@ -146,6 +146,8 @@ SEARCHED = {
 MOVED = {
     "guides/failures": "../tutorials/failure.html",
     "guides/scaling": "../tutorials/scaling.html",
+    "guides/hangs": "../tutorials/hang.html",
+    "guides/live-ranks": "../live.html",
     "reference/hosts": "where-it-runs.html#notebook-programs",
     "reference/process-changes": "what-it-does.html",
     "reference/promises": "what-it-does.html#promises",

@@ -6,6 +6,7 @@ import re
 
 import nbformat
 import pytest
+from nbformat.v4 import new_code_cell
 
 from tests.support.kernel import execute
 from tests.support.paths import NOTEBOOKS
@@ -19,6 +20,9 @@ PATH = NOTEBOOKS / "live.ipynb"
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each cell printed and returned, and the name of what it raised, by the cell's id."""
     notebook = nbformat.read(PATH, as_version=4)
+    (text,) = [cell.source for cell in notebook.cells if cell.id == "python"]
+    example = text.partition("```python\n")[2].partition("```")[0]
+    notebook.cells.append(new_code_cell(example, id="python-example"))
     execute(notebook, tmp_path_factory.mktemp("live"), OMP_NUM_THREADS="1")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return {cell.id: "\n".join(map(_text, cell.outputs)) for cell in code}
@@ -42,6 +46,7 @@ def test_the_page_shows_what_its_text_says(texts: dict[str, str]) -> None:
     assert "ValueError: planted on rank 1" in texts["fail"]
     assert "[ranks 0–1] sum 2, loss 0." in texts["again"]
     assert "No accelerator is initialised" in texts["stop"]
+    assert "[5, 6]" in texts["python-example"]
 
 
 def test_nothing_warns(texts: dict[str, str]) -> None:
