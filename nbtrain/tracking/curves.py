@@ -76,7 +76,7 @@ _Point = TypeVar("_Point", Bin, tuple[float, float])
 def spread_evenly(points: Sequence[_Point], limit: int) -> list[_Point]:
     """Return about `limit` points, evenly over the steps, with the first and the last.
 
-    Not every nth point: the first steps of a run are all reported, and later ones are not.
+    Not every nth point: their distance in steps may change.
     """
     if len(points) <= limit:
         return list(points)
@@ -192,11 +192,18 @@ class Series:
         """Return a copy that values can be added to."""
         return replace(self, bins=dict(self.bins), ends=dict(self.ends))
 
-    def add(self, rank: int, step: float | None, value: float) -> None:
+    def add(
+        self,
+        rank: int,
+        step: float | None,
+        value: float,
+        count: int = 1,
+        bounds: tuple[float, float] | None = None,
+    ) -> None:
         """Add a rank's value at a step, and join bins if there are too many.
 
         A value that is not finite is counted and has no bin. Without a step, it is one after the
-        rank's last.
+        rank's last. With a `count`, it is the mean of so many values, within `bounds`.
         """
         try:
             value = float(value)
@@ -208,7 +215,10 @@ class Series:
         key = int(x // self.width)
         if is_finite:
             known = self.bins.get(key)
-            new = x, value, value, value, 1, 0.0
+            low, high = bounds or (value, value)
+            if not low <= value <= high:  # of a damaged file
+                low = high = value
+            new = x, low, high, count * value, count, 0.0
             self.bins[key] = Bin(*new) if known is None else join_bins(known, new)
         elif value != value:
             self.nans += 1
@@ -315,9 +325,17 @@ class CurvesDraft:
         elif len(self._uncharted) < limits.MAX_ITEMS:
             self._uncharted.add(hash(name))
 
-    def add_automatic(self, rank: int, step: float, name: str, value: float) -> None:
-        """Add a value that was observed in torch. There are few such names."""
-        _draft(self._automatic, self._curves.automatic, name).add(rank, step, value)
+    def add_automatic(
+        self,
+        rank: int,
+        step: float,
+        name: str,
+        value: float,
+        count: int = 1,
+        bounds: tuple[float, float] | None = None,
+    ) -> None:
+        """Add what was observed in torch, as `Series.add` does. There are few such names."""
+        _draft(self._automatic, self._curves.automatic, name).add(rank, step, value, count, bounds)
 
     def freeze(self) -> Curves:
         """Return the curves. The draft must not be used again."""

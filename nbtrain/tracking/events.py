@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from ..findings import Finding
@@ -19,6 +20,9 @@ from . import clock
 
 Measured = Annotated[float, "measured"]
 """A number that the training computes: it may be NaN or infinite."""
+
+LossBin = tuple[int, Measured, str, int, Measured, Measured]
+"""Losses that a curve shows as one: the last step, the mean, the name, how many, least, most."""
 
 Values = Mapping[str, float | str]
 """Numbers and texts by name."""
@@ -116,8 +120,10 @@ class TrainingCounts:
     training: int = 1
     """As in `EpochEnd`."""
     losses: tuple[tuple[int, Measured, str], ...] = ()
-    """Losses since the last report, each with its step and a name: of the first steps, and if
-    several optimizers take turns. Only then is the name not ""."""
+    """Losses since the last report, each with its step and a name. The name is not "" only if
+    several optimizers take turns."""
+    loss_bins: tuple[LossBin, ...] = ()
+    """Others since then, where there are too many to report each."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,11 @@ class TrainingUpdate(TrainingCounts, Event, kind="training"):
 
     rests: bool = False
     """Whether the training has not continued since these counts."""
+
+    def all_losses(self) -> list[LossBin]:
+        """Return the losses since the last report in the order of their steps, as bins."""
+        single = ((step, loss, name, 1, loss, loss) for step, loss, name in self.losses)
+        return sorted((*self.loss_bins, *single), key=itemgetter(0))
 
 
 @dataclass(frozen=True)

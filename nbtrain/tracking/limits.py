@@ -9,9 +9,12 @@ MAX_METRICS = 32
 """Metrics whose curve and, for each rank, last value are kept, the first that are logged."""
 
 MAX_BINS = 256
-"""Bins of a curve and of a rank's timeline. With more of them, two become one. As many first losses
-are all reported, so that a short training has a curve. The next run of the same name shows a
-quarter of the curve's points."""
+"""Bins of a curve and of a rank's timeline. With more of them, two become one. Losses are reported
+as finely as a curve with so many bins needs them. The next run of the same name shows a quarter of
+the curve's points."""
+
+MAX_LOSSES_IN_BIN = 1 << 40
+"""More is a mistake of a file, and would be no float."""
 
 MAX_ITEMS = 1000
 """Epochs of a rank, values that it saved for the notebook, and cells that stacks can name, the last

@@ -381,8 +381,10 @@ def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
             curves.add_logged(event.rank, step, _shorten_name(key[:400]), value)
     elif isinstance(event, ev.TrainingUpdate):
         progress = rank["progress"]
-        for step, loss, name in event.losses:
-            curves.add_automatic(event.rank, before + step, _shorten_name(name) or "loss", loss)
+        for step, mean, name, count, low, high in event.all_losses():
+            key = _shorten_name(name) or "loss"
+            size = min(max(1, count), limits.MAX_LOSSES_IN_BIN)
+            curves.add_automatic(event.rank, before + step, key, mean, size, (low, high))
         values = {"loss": None if event.losses else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
         moving = {name: rate for name, rate in rates.items() if rate}

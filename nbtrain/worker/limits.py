@@ -3,6 +3,9 @@
 REPORT_INTERVAL_S = 0.5
 """Between two reports of counts or of a bar, readings of the loops, and losses of a GPU."""
 
+MAX_LOSSES_KEPT = 1 << 16
+"""Losses between two reports. Beyond, as when a process is stopped, the older half is dropped."""
+
 MAX_SKIPPED_LOSSES = 10
 """Losses in a row that are not finite and that a loop, or a `GradScaler`, may skip."""
 

@@ -78,7 +78,7 @@ def _observed_rows(events: Iterable[ev.Event], rank: int) -> Iterator[Row]:
     for event in events:
         if isinstance(event, ev.TrainingUpdate):
             row: Row = {"step": event.steps, "rank": rank, "time": event.time}
-            for step, loss, name in event.losses:
+            for step, loss, name, *_ in event.all_losses():
                 yield {**row, "step": step, name or "loss": loss}
             row |= {
                 "loss": None if event.losses else event.loss,

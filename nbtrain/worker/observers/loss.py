@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +82,10 @@ class LossMeter(Meter):
         elif reason == "interval":
             counts["loss"], self._value = self._value, None
             self._reported = self._reported if counts["loss"] is None else counts["loss"]
-        return counts if reason == "rest" else {**counts, "losses": self._take_each()}
+        if reason == "rest":
+            return counts
+        losses, bins = join_early(self._take_each())
+        return {**counts, "losses": losses, "loss_bins": bins}
 
     def _last(self) -> float | None:
         """Return the last loss that is known."""
@@ -220,8 +224,7 @@ class LossMeter(Meter):
         if not self._takes_turns or moment.optimizer == self._owners[0]:
             self._value = value
             self._add(value)
-        if moment.steps < MAX_BINS or self._takes_turns:
-            self._remember(moment, value)
+        self._remember(moment, value)
         if math.isfinite(value):
             self._not_finite, self._suspect, self._has_diverged = 0, None, False
             return
@@ -232,13 +235,13 @@ class LossMeter(Meter):
         self._judge(moment)
 
     def _remember(self, moment: _Moment, value: float) -> None:
-        """Keep a loss for a curve: of the first steps, and the last of each optimizer."""
+        """Keep a loss for a curve: the last of each step, and of each optimizer."""
         each = self._each
-        if moment.steps >= MAX_BINS:
-            each[:] = each[-len(self._owners) :]
-        elif each and each[-1][0].steps == moment.steps and not self._takes_turns:
+        if each and each[-1][0].steps == moment.steps and not self._takes_turns:
             each.pop()  # the last of an accumulation, or of two that take turns
         each.append((moment, value))
+        if len(each) > limits.MAX_LOSSES_KEPT:  # nothing is reported at present
+            del each[: len(each) // 2]
 
     def _judge(self, moment: _Moment) -> None:
         """Report divergence if a step followed a loss that is not finite, or after many of them.
@@ -254,3 +257,36 @@ class LossMeter(Meter):
             if not self._is_reported:
                 self._is_reported = True
                 self._writer.write(ev.NotFinite(clock.now(), -1, self._rank, steps, str(loss)))
+
+
+Points = Sequence[tuple[int, float, str]]
+Bins = tuple[tuple[int, float, str, int, float, float], ...]
+
+
+def join_early(points: Points) -> tuple[Points, Bins]:
+    """Join losses that a curve of at most `MAX_BINS` bins shows as one; return the rest, and these.
+
+    Points are (step, loss, curve); bins have the last step, the mean, the curve, how many losses,
+    the least and the most. The last loss of each curve stays, and losses that are not finite.
+    """
+    last = {name: at for at, (_, _, name) in enumerate(points)}
+    kept, groups = list[tuple[int, float, str]](), dict[tuple[str, int, int], list[Any]]()
+    for at, point in enumerate(points):
+        step, value, name = point
+        width = 1 << max(0, step.bit_length() - _FULL_STEPS.bit_length())
+        if width == 1 or at == last[name] or value - value != 0.0:
+            kept.append(point)
+        else:
+            groups.setdefault((name, width, step // width), []).append(point)
+    bins = []
+    for (name, _, _), group in groups.items():
+        values = [value for _, value, _ in group]
+        mean, low, high = (
+            float(f"{v:.8g}") for v in (math.fsum(values) / len(values), min(values), max(values))
+        )
+        bins.append((group[-1][0], mean, name, len(values), low, high))
+    return tuple(kept), tuple(bins)
+
+
+_FULL_STEPS = 2 * MAX_BINS - 1
+"""Until this step, every loss is a point: a curve has bins of two steps from about there on."""
