@@ -34,10 +34,10 @@ CEILINGS = {
     "parts": Ceiling(13_059, 4.2, 0.8, 62),
     "planning": Ceiling(1_955, 5.5, 0.0, 3),
     "system": Ceiling(1_292, 5.4, 0.6, 5),
-    "tracking": Ceiling(2_767, 5.0, 0.9, 28),
+    "tracking": Ceiling(2_802, 5.0, 0.9, 29),
     "transport": Ceiling(2_721, 2.1, 0.0, 5),
     "ui": Ceiling(3_750, 4.2, 0.9, 12),
-    "worker": Ceiling(3_806, 3.9, 0.0, 14),
+    "worker": Ceiling(3_831, 3.9, 0.0, 16),
 }
 
 

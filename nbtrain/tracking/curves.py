@@ -203,7 +203,7 @@ class Series:
         """Add a rank's value at a step, and join bins if there are too many.
 
         A value that is not finite is counted and has no bin. Without a step, it is one after the
-        rank's last. With a `count`, it is the mean of so many values, within `bounds`.
+        rank's last. With a `count`, it is the mean of that number of values, within `bounds`.
         """
         try:
             value = float(value)
@@ -336,6 +336,12 @@ class CurvesDraft:
     ) -> None:
         """Add what was observed in torch, as `Series.add` does. There are few such names."""
         _draft(self._automatic, self._curves.automatic, name).add(rank, step, value, count, bounds)
+
+    def has_end(self, rank: int, name: str, value: float | None) -> bool:
+        """Whether a value that was observed in torch is a rank's newest one."""
+        series = self._automatic.get(name) or self._curves.automatic.get(name)
+        end = None if series is None else series.ends.get(rank)
+        return end is not None and end.value == value
 
     def freeze(self) -> Curves:
         """Return the curves. The draft must not be used again."""

@@ -10,8 +10,8 @@ MAX_METRICS = 32
 
 MAX_BINS = 256
 """Bins of a curve and of a rank's timeline. With more of them, two become one. Losses are reported
-as finely as a curve with so many bins needs them. The next run of the same name shows a quarter of
-the curve's points."""
+as finely as a curve with that number of bins needs them. The next run of the same name shows a
+quarter of the curve's points."""
 
 MAX_LOSSES_IN_BIN = 1 << 40
 """More is a mistake of a file, and would be no float."""
