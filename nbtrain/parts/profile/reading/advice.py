@@ -74,13 +74,23 @@ def _mean_share(compared: Comparison, ranks: Sequence[RankProfile], kind: str) -
     return fmean(compared.shares(rank)[kind] for rank in ranks)
 
 
+def _usual_share(compared: Comparison, ranks: Sequence[RankProfile], kind: str) -> float:
+    """Return the same without rare delays, as when something else runs on a host: at most the mean.
+
+    Waits for data come in rounds, if a loader has workers, and are no rare delays.
+    """
+    usual = fmean(compared.median_share(rank, kind) for rank in ranks)
+    return min(usual, _mean_share(compared, ranks, kind))
+
+
 def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Places) -> Advice | None:
     """Advise about one rank that the others wait for."""
     late = compared.late_rank
     if late is None or len(compared.ranks) < 2:
         return None
     slow, others = compared.ranks[late], [r for i, r in enumerate(compared.ranks) if i != late]
-    saving = _mean_share(compared, others, WAITS)
+    saving = _usual_share(compared, others, WAITS)
+    share = format_share(_mean_share(compared, others, WAITS))
 
     def usual_s(kinds: tuple[str, ...]) -> float:
         return median(compared.mean_s(rank, *kinds) for rank in others)
@@ -100,7 +110,7 @@ def _late_rank(compared: Comparison, samples: Mapping[int, float], place: _Place
     the_others = f"rank {others[0].rank}" if is_one else "the other ranks"
     wait, take = ("waits", "takes") if is_one else ("wait", "take")
     text = (
-        f"{the_others.capitalize()} {wait} for {name} during {format_share(saving)} of each step. "
+        f"{the_others.capitalize()} {wait} for {name} during {share} of each step. "
         f"{name.capitalize()} takes {own} for {names}, {the_others} {take} {usual}."
     )
     its, theirs = samples.get(slow.rank), [samples[r.rank] for r in others if r.rank in samples]
@@ -183,8 +193,8 @@ def _communication(compared: Comparison) -> Advice | None:
     """Advise about collectives that the ranks wait for, beyond waiting for a late rank."""
     if len(compared.ranks) < 2:
         return None
-    saving = _mean_share(compared, compared.ranks, "communication")
-    share = format_share(saving)
+    saving = _usual_share(compared, compared.ranks, "communication")
+    share = format_share(_mean_share(compared, compared.ranks, "communication"))
     text = f"The ranks exchange data during {share} of each step, and do nothing else then"
     if not compared.traffic:
         return Advice("exposed-communication", saving, f"{text}.", _LESS)
@@ -208,10 +218,11 @@ _LESS = (
 
 def _python(compared: Comparison, place: _Places) -> Advice | None:
     """Advise about time when only Python runs, and the GPU is idle."""
-    saving = _mean_share(compared, compared.ranks, "python")
+    saving = _usual_share(compared, compared.ranks, "python")
     worst = max(compared.ranks, key=lambda rank: compared.shares(rank)["python"])
     where = place.most(worst, "python")
-    at, share = f", most of it in {where}" if where else "", format_share(saving)
+    at = f", most of it in {where}" if where else ""
+    share = format_share(_mean_share(compared, compared.ranks, "python"))
     if not worst.has_gpu:
         text = (
             f"Only Python code runs during {share} of each step{at}. Torch computes nothing then."
@@ -237,11 +248,12 @@ def _python(compared: Comparison, place: _Places) -> Advice | None:
 
 def _optimizer(compared: Comparison) -> Advice | None:
     """Advise about an optimizer that takes much of a step; a fused one takes half, or less."""
-    saving = _mean_share(compared, compared.ranks, "optimizer")
+    saving = _usual_share(compared, compared.ranks, "optimizer")
     names = [op.name for rank in compared.ranks for op in rank.operations]
     if any("_fused_" in name or "multi_tensor" in name for name in names):
         return None
-    text = f"The optimizer takes {format_share(saving)} of each step."
+    share = format_share(_mean_share(compared, compared.ranks, "optimizer"))
+    text = f"The optimizer takes {share} of each step."
     foreach = any("_foreach_" in name for name in names)
     do = (
         "`fused=True` (for Adam, AdamW, SGD and Adagrad) updates all parameters in one operation"

@@ -90,6 +90,10 @@ class Comparison:
         """Return the seconds of some parts of a rank's steps: the mean."""
         return fmean(sum(parts[k] for k in kinds) for parts in self.parts_ns[rank.rank]) / 1e9
 
+    def median_share(self, rank: RankProfile, kind: str) -> float:
+        """Return the share of a rank's step that a part takes: the median of the steps."""
+        return median(parts[kind] / sum(parts.values()) for parts in self.parts_ns[rank.rank])
+
     def hidden_s(self, rank: RankProfile) -> float:
         """Return for how many seconds of a step collectives ran beside other work: the mean."""
         return fmean(total(step.hidden) for step in rank.steps) / 1e9
