@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def _draw_title(row: RunRow) -> str:
 
 
 def _draw_curve(values: Sequence[float]) -> str:
-    """Draw values as a small line, without axes; nothing for less than two."""
+    """Draw finite values as a small line, without axes; nothing for less than two."""
+    values = [value for value in values if math.isfinite(value)]
     if len(values) < 2:
         return ""
     width, height = _CURVE_PX

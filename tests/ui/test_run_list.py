@@ -90,3 +90,8 @@ def test_a_notebook_shows_only_so_many() -> None:
 def test_a_curve_that_does_not_change_is_drawn() -> None:
     assert "<img" in draw_list([row(1, curve=(1.0, 1.0, 1.0))], NOW)
     assert "<img" not in draw_list([row(1, curve=(1.0,))], NOW)
+
+
+def test_a_curve_has_only_what_can_be_drawn() -> None:
+    curve = 2.0, float("nan"), float("inf"), 1.0
+    assert draw_list([row(1, curve=curve)], NOW) == draw_list([row(1, curve=(2.0, 1.0))], NOW)

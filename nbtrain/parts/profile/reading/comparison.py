@@ -17,7 +17,7 @@ from .intervals import Interval, intersect, merge, total
 from .trace import KINDS, Collective, RankProfile
 
 WAITS = "waits"
-"""The part of `communication` that a rank waits for ranks that come later."""
+"""How long a rank is in a collective before the last rank has come; a part of `communication`."""
 
 PARTS = (*KINDS, WAITS)
 """What a step's time is spent on, if `communication` is without `WAITS`."""
