@@ -37,7 +37,7 @@ nb_execution_mode = "off"  # outputs are those that are kept with the notebooks
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # for tables that a cell displays
 myst_enable_extensions = ["colon_fence", "deflist"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -59,15 +59,23 @@ html_use_index = False
 
 SEARCHED = {
     "install": "air-gapped, no internet, dependencies, git clone, pip install, install, uninstall, "
-    "requirements, offline, wheel, extras",
+    "requirements, offline, wheel, extras, SBOM, compatibility, deprecation, licence, "
+    "license, Apache, vulnerability, CVE, security contact, supply chain, pin, pins, "
+    "hash, support, SECURITY.md, semantic versioning, hosts, VS Code, Colab, Kaggle, "
+    "Databricks, SageMaker, marimo, tested versions, supported, Windows, macOS, AMD, "
+    "ROCm, Python version",
     "quickstart": "quickstart, two GPUs, multi-GPU, multiple GPUs, example, getting started",
-    "coming-from": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison",
-    "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work",
-    "faq": "logs, where are the logs, wandb twice, how to stop, how do I cancel, "
-    "loss doubled, disable telemetry, overhead, predictions, "
-    "two GPUs, which port, port, privacy, CI, continuous integration, only one GPU is used, "
-    "what is a rank, glossary, both GPUs",
-    "parallelism": "tensor parallel, pipeline parallel, model parallel",
+    "guides/launching": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison, number of GPUs, "
+    "which GPU, choose GPU, four of eight GPUs, two GPUs, use only 4 GPUs, two "
+    "experiments at once, parallel experiments, init_process_group, multi-GPU, "
+    "DataLoader, reproducible, NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, "
+    "spawn, mixed precision, seed",
+    "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work, logs, where are "
+    "the logs, wandb twice, how to stop, how do I cancel, disable telemetry, overhead, "
+    "predictions, two GPUs, which port, port, privacy, CI, continuous integration, only "
+    "one GPU is used, what is a rank, glossary, both GPUs",
+    "parallelism": "tensor parallel, pipeline parallel, model parallel, memory, CUDA out of memory, "
+    "batch size fits, VRAM",
     "recipes/trainer": "Trainer, save_model, push_to_hub, resume, resume_from_checkpoint, fp16, "
     "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
     "EarlyStoppingCallback, learning rate two GPUs",
@@ -82,78 +90,91 @@ SEARCHED = {
     "recipes/fsdp2": "FSDP, FSDP2, FSDP2 checkpoint, sharded checkpoint, fully_shard, DCP",
     "recipes/metrics": "evaluate, gather, gather_for_metrics, accuracy, validation",
     "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
-    "guides/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, MirroredStrategy, "
-    "tf.keras, jax.distributed, flax, equinox, optax, keras.distribution, PerReplica",
+    "guides/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, MirroredStrategy, tf.keras, "
+    "jax.distributed, flax, equinox, optax, keras.distribution, PerReplica",
     "recipes/tensorflow": "tf.distribute, custom training loop, MultiWorkerMirroredStrategy",
     "recipes/jax": "jax.distributed, sharding, optax",
     "recipes/keras_jax": "keras.distribution, DataParallel",
     "recipes/optuna": "hyperparameter search, tune",
-    "guides/launching": "number of GPUs, which GPU, choose GPU, four of eight GPUs, two GPUs, "
-    "use only 4 GPUs, two experiments at once, parallel experiments, init_process_group, "
-    "multi-GPU, DataLoader, reproducible, "
-    "NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, spawn, mixed precision, seed",
-    "guides/results": "save_model, save model, state_dict, return value, weights, load weights",
-    "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board",
-    "guides/trackers": "wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
-    "tutorials/failure": "exception, traceback, stop, interrupt, kill, out of memory, OOM",
-    "guides/debugger": "breakpoint, pdb, debug",
-    "guides/background": "background, detach, close browser, disconnect",
-    "guides/steering": "early stopping, stop early, finish early, change learning rate, knob",
-    "guides/profile": "profiler, torch.profiler, bottleneck, slow training, why is it slow, trace, "
-    "Perfetto, no faster than one GPU, GPU utilization, slow DataLoader",
-    "tutorials/hang": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, "
-    "hang, hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, "
-    "watchdog, "
-    "InfiniBand, freeze, timeout, uneven data, fewer batches",
-    "tutorials/profile": "slow training, bottleneck, not faster with two GPUs, slow DataLoader",
-    "guides/checkpoints": "resume, checkpoint, restart, continue training, max_restarts",
-    "guides/memory": "memory, CUDA out of memory, batch size fits, VRAM",
-    "guides/agents": "headless, CI, continuous integration, papermill, nbconvert, agent, LLM, "
-    "automation, JSON, exit code",
-    "guides/ray": "Ray, cluster, autoscaler",
+    "guides/results": "save_model, save model, state_dict, return value, weights, load weights, script, "
+    "torchrun, export",
+    "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board, wandb, W&B, "
+    "Weights & Biases, MLflow, TensorBoard, Slack, notification",
+    "tutorials/failure": "exception, traceback, stop, interrupt, kill, out of memory, OOM, breakpoint, pdb, "
+    "debug",
+    "tutorials/overnight": "background, detach, close browser, disconnect, headless, CI, continuous integration, "
+    "papermill, nbconvert, agent, LLM, automation, JSON, exit code",
+    "tutorials/steering": "early stopping, stop early, finish early, change learning rate, knob, resume, "
+    "checkpoint, restart, continue training, max_restarts",
+    "tutorials/profile": "profiler, torch.profiler, bottleneck, slow training, why is it slow, trace, "
+    "Perfetto, no faster than one GPU, GPU utilization, slow DataLoader, not faster with "
+    "two GPUs",
+    "tutorials/hang": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, hang, hangs, deadlock, "
+    "stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, watchdog, InfiniBand, freeze, "
+    "timeout, uneven data, fewer batches",
+    "cluster": "Ray, cluster, autoscaler, multi-node, several nodes, several machines, two machines, "
+    "nodes",
     "guides/slurm": "Slurm, salloc, srun, sbatch, squeue, HPC, cluster, time limit, allocation",
-    "guides/kubernetes": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub profile, "
-    "pod, eviction, evicted, OOMKilled, manifest",
-    "guides/several-nodes": "multi-node, several nodes, several machines, two machines, nodes",
-    "guides/export": "script, torchrun, export",
-    "guides/security": "security, egress, air-gapped, NetworkPolicy, port, ports, listen, network "
-    "interface, secret, token, "
-    "password, vulnerability, CVE, threat, telemetry, privacy, DNS, root",
-    "guides/shared-hosts": "NetworkPolicy, readOnlyRootFilesystem, zero to jupyterhub, "
-    "disable features, JupyterHub, Kubernetes, k8s, pod, Docker, container, Slurm, admin, "
-    "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
-    "orphan, find and end a run, GPU limits, ptrace, disable, forbid, NBTRAIN_DISABLE, "
-    "upgrade, culler, limits, systemd",
-    "concepts/batch-size": "learning rate, batch size, gradient accumulation, "
-    "seed, loss doubled, scaling rule",
-    "concepts/fork-and-cuda": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
-    "reference/environment": "environment variables, network interface, GLOO_SOCKET_IFNAME, "
-    "NCCL_SOCKET_IFNAME, NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES",
-    "reference/where-it-runs": "SBOM, compatibility, deprecation, licence, license, Apache, "
-    "vulnerability, CVE, security contact, "
-    "supply chain, pin, pins, hash, support, SECURITY.md, semantic versioning, "
-    "hosts, VS Code, Colab, Kaggle, Databricks, SageMaker, marimo, "
-    "tested versions, supported, Windows, macOS, AMD, ROCm, Python version",
-    "reference/what-it-does": "disk, quota, processes, threads, idle, overhead, disk full, "
-    "memory of a kernel, resources, promises, guarantees, "
-    "monkey patch, what does it patch, patches, disable, everything off, switch everything off",
+    "guides/shared-hosts": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub profile, pod, "
+    "eviction, evicted, OOMKilled, manifest, security, egress, air-gapped, NetworkPolicy, "
+    "port, ports, listen, network interface, secret, token, password, vulnerability, CVE, "
+    "threat, telemetry, privacy, DNS, root, readOnlyRootFilesystem, zero to jupyterhub, "
+    "disable features, JupyterHub, Kubernetes, Docker, container, Slurm, admin, "
+    "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, "
+    "seccomp, orphan, find and end a run, GPU limits, ptrace, disable, forbid, "
+    "NBTRAIN_DISABLE, upgrade, culler, limits, systemd",
+    "tutorials/scaling": "learning rate, batch size, gradient accumulation, seed, loss doubled, scaling rule",
+    "guides/how-it-works": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
+    "reference/magics": "environment variables, network interface, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, "
+    "NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES, options, magics, "
+    "num_processes, timeout",
+    "reference/what-it-does": "disk, quota, processes, threads, idle, overhead, disk full, memory of a kernel, "
+    "resources, promises, guarantees, monkey patch, what does it patch, patches, disable, "
+    "everything off, switch everything off",
     "reference/measured": "overhead, benchmark, speed, performance, startup time",
-    "reference/magics": "options, magics, num_processes, timeout",
 }
 """What readers type into the search and a page does not say in these words, by page."""
 
 
 MOVED = {
+    "changelog": "install.html",
+    "coming-from": "guides/launching.html#coming-from-another-launcher",
+    "concepts/batch-size": "../tutorials/scaling.html#batch-size-learning-rate-and-seeds",
+    "concepts/fork-and-cuda": "../guides/how-it-works.html#fork-spawn-and-cuda",
+    "concepts/overview": "../guides/how-it-works.html#how-nbtrain-works",
+    "faq": "troubleshooting.html#frequently-asked-questions",
+    "guides/accelerate-config": "launching.html#configure-fsdp-or-deepspeed",
+    "guides/agents": "../tutorials/overnight.html#drive-nbtrain-from-an-agent",
+    "guides/background": "../tutorials/overnight.html#run-in-the-background",
+    "guides/checkpoints": "../tutorials/steering.html#save-and-resume",
+    "guides/debugger": "../tutorials/failure.html#debug-a-rank",
+    "guides/export": "results.html#export-a-script",
     "guides/failures": "../tutorials/failure.html",
-    "guides/scaling": "../tutorials/scaling.html",
     "guides/hangs": "../tutorials/hang.html",
+    "guides/kubernetes": "shared-hosts.html#use-nbtrain-on-kubernetes",
+    "guides/lint": "launching.html#convert-a-plain-loop",
     "guides/live-ranks": "../live.html",
-    "reference/hosts": "where-it-runs.html#notebook-programs",
+    "guides/memory": "../parallelism.html#check-whether-a-model-fits",
+    "guides/profile": "../tutorials/profile.html#see-where-the-time-goes",
+    "guides/ray": "../cluster.html#use-a-ray-cluster",
+    "guides/scaling": "../tutorials/scaling.html",
+    "guides/security": "shared-hosts.html#security",
+    "guides/several-nodes": "../cluster.html#use-several-nodes-machines-without-ray",
+    "guides/steering": "../tutorials/steering.html#finish-a-training-early-change-its-settings-look-at-its-model-keep-a-checkpoint",
+    "guides/tpu": "../tpu.html#use-a-tpu",
+    "guides/trackers": "watch-training.html#send-metrics-to-wb-mlflow-or-tensorboard",
+    "reference/command-line": "magics.html#command-line",
+    "reference/environment": "magics.html#environment-variables",
+    "reference/exceptions": "python-api.html#exceptions",
+    "reference/hosts": "../install.html#notebook-programs",
     "reference/process-changes": "what-it-does.html",
     "reference/promises": "what-it-does.html#promises",
     "reference/resources": "what-it-does.html#processes",
-    "reference/tested": "where-it-runs.html",
-    "reference/versions": "where-it-runs.html#what-is-public-and-deprecation",
+    "reference/tested": "../install.html#where-it-runs-and-what-was-tested",
+    "reference/versions": "../install.html#what-is-public-and-deprecation",
+    "reference/where-it-runs": "../install.html#where-it-runs-and-what-was-tested",
+    "tutorials/too_large": "../parallelism.html#a-model-too-large-for-one-device",
+    "tutorials/two_processes": "../quickstart.html#from-one-process-to-two",
 }
 """Pages that are gone: the address that each of them leads to, relative to the old one."""
 
@@ -226,7 +247,9 @@ def _redirect_old_addresses(app: Any, error: Exception | None) -> None:
             refresh = f'<meta http-equiv="refresh" content="0; url={new}">'
             head = f'<meta charset="utf-8"><title>Moved</title>{refresh}'
             text = f'<!doctype html>{head}<p>Moved to <a href="{new}">{new}</a></p>'
-            (Path(app.outdir) / f"{old}.html").write_text(text)
+            page = Path(app.outdir) / f"{old}.html"
+            page.parent.mkdir(exist_ok=True)  # a folder may be gone, too
+            page.write_text(text)
 
 
 def _write_full_text(app: Any, error: Exception | None) -> None:

@@ -81,7 +81,7 @@ def test_programs_get_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_reference_lists_the_keys_that_programs_get(capsys: pytest.CaptureFixture[str]) -> None:
     launch(lambda: None, n=1)
-    page = (ROOT / "notebooks/reference/command-line.md").read_text()
+    page = (ROOT / "notebooks/reference/magics.md").read_text()
     for command, part in (("runs", "runs"), ("show", ""), ("logs", "")):
         assert cli.main([command, "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)

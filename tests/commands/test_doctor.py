@@ -102,7 +102,7 @@ def test_an_engine_that_is_switched_off_is_refused_on_the_page(
 
 
 def test_the_reference_lists_the_keys_of_the_doctor() -> None:
-    page = (ROOT / "notebooks/reference/command-line.md").read_text()
+    page = (ROOT / "notebooks/reference/magics.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("| `doctor` |")]
     keys = row.partition("|")[2].partition("|")[2]
     assert set(re.findall(r"`(\w+)`", keys)) == {*doctor.to_dict()}

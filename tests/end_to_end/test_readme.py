@@ -29,7 +29,7 @@ PAGES = [
     ROOT / ".github/SECURITY.md",
     *sorted(NOTEBOOKS.rglob("*.md")),
 ]
-TUTORIALS = sorted((NOTEBOOKS / "tutorials").glob("*.ipynb"))
+TUTORIALS = sorted([*NOTEBOOKS.glob("*.ipynb"), *NOTEBOOKS.glob("tutorials/*.ipynb")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -158,7 +158,7 @@ def test_what_the_pages_say_of_a_run_exists() -> None:
 
 
 def test_the_command_lines_page_lists_every_command_and_option() -> None:
-    page, parser = reference("command-line"), cli._parser()
+    page, parser = reference("magics"), cli._parser()
     (commands,) = [action for action in parser._actions if action.choices]
     assert commands.choices
     for command, subparser in dict(commands.choices).items():
@@ -181,11 +181,11 @@ def test_the_variables_page_lists_those_of_nbtrain() -> None:
     sources = "".join(p.read_text() for p in Path(nbtrain.__file__).parent.rglob("*.py"))
     names = {*re.findall(r"\"(NBTRAIN_[A-Z_]+)\"", sources)}
     assert "NBTRAIN_HOME" in names
-    assert [name for name in names if f"`{name}`" not in reference("environment")] == []
+    assert [name for name in names if f"`{name}`" not in reference("magics")] == []
 
 
 def test_the_exceptions_page_draws_every_exception() -> None:
-    page = reference("exceptions")
+    page = reference("python-api")
     names = [n for n, cls in vars(errors).items() if inspect.isclass(cls) and n != "Any"]
     assert len(names) >= 12
     assert [name for name in names if not re.search(rf"^ +[│├└─ ]*{name}\b", page, re.M)] == []
@@ -203,10 +203,11 @@ def test_the_docstrings_page_has_all_that_is_public() -> None:
     assert [name for name in documented if not hasattr(nbtrain.LiveRanks, name)] == []
 
 
-@pytest.mark.parametrize("guide", ["guides/memory.md", "tutorials/scaling.ipynb"])
+@pytest.mark.parametrize(
+    ("command", "guide"), [("memory", "parallelism.ipynb"), ("scaling", "tutorials/scaling.ipynb")]
+)
 @pytest.mark.part("memory", "scaling")
-def test_the_guides_of_memory_and_scaling_list_their_options(guide: str) -> None:
-    command = Path(guide).stem
+def test_the_guides_of_memory_and_scaling_list_their_options(command: str, guide: str) -> None:
     folder = Path(nbtrain.__file__).parent / "parts" / command
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
     options = {*re.findall(r"add_argument\(\"(--[\w-]+)\"", sources)}
@@ -308,7 +309,8 @@ def test_what_the_readme_shows_is_what_happens(notebook: Notebook) -> None:
 
 
 def test_the_page_for_agents_starts_asks_and_takes_the_results(notebook: Notebook) -> None:
-    cells = re.findall(r"```python\n(.*?)```", (NOTEBOOKS / "guides/agents.md").read_text(), re.S)
+    page = prose(NOTEBOOKS / "tutorials/overnight.ipynb").partition("from an agent")[2]
+    cells = re.findall(r"```python\n(.*?)```", page, re.S)
     start, name, ask, take = cells
     notebook.run("%load_ext nbtrain\nimport torch\nmodel = torch.nn.Linear(2, 2)")
     body = "    model.weight.data.fill_(7)\n    nbtrain.log(loss=0.5)\n    return nbtrain.rank()\n"

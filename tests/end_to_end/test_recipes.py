@@ -65,8 +65,6 @@ RECIPES = {
 }
 
 TUTORIALS = {
-    "two_processes": "16 batches on each rank, 320 steps",
-    "too_large": "do not fit on 2 × 32GB",
     "failure": "rank 0: IndexError: Target 7 is out of bounds.",
     "hang": "Rank 0 is in all_reduce",
     "scaling": "speed-up",
