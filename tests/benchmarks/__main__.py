@@ -4,6 +4,7 @@
     python tests/benchmarks --only noop          # or steps, memory, log, guard, …
     python tests/benchmarks --rounds 30          # more rounds where the machine is noisy
     python tests/benchmarks --picture ratios.svg # a picture of all ratios, too
+    python tests/benchmarks --page FILE          # each table also into its section of this page
 
 How to read the table. Nothing here is held against a wall time: each row compares nbtrain with a
 named peer that did the same thing in the same session, in turns (A B A B …) after a warm-up of
@@ -70,6 +71,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -93,7 +95,8 @@ import slurm_job
 import steering
 import steps
 import telemetry
-from table import Row, render
+from page import insert_tables
+from table import Row, render, render_markdown
 
 BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
     "noop": noop.rows,
@@ -117,7 +120,7 @@ BENCHMARKS: dict[str, Callable[[int | None], list[Row]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmarks that were asked for, print one table, and fail if one could not run."""
+    """Run the benchmarks that were asked for, print their rows, and fail if one could not run."""
     parser = argparse.ArgumentParser(
         prog="python tests/benchmarks",
         description=__doc__,
@@ -126,21 +129,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", action="append", choices=BENCHMARKS, metavar="NAME")
     parser.add_argument("--rounds", type=int, help="rounds of each (default: its own number)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios, too")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the tables into the sections of this page"
+    )
     options = parser.parse_args(arguments)
+    names = options.only or [*BENCHMARKS]
     if options.rounds is not None and options.rounds < 1:
         parser.error("--rounds must be at least 1")
-    found, failed = list[Row](), list[str]()
+    if options.page:
+        try:  # now, and not after forty minutes
+            insert_tables(options.page.read_text(), dict.fromkeys(names, ""))
+        except (OSError, ValueError) as error:
+            parser.error(f"--page: {error}")
+    measured, failed = dict[str, list[Row]](), list[str]()
     with tempfile.TemporaryDirectory(prefix="nbtrain-benchmarks-") as home:
         os.environ["NBTRAIN_HOME"] = home
-        for name in options.only or BENCHMARKS:
+        for name in names:
             print(f"… {name}", file=sys.stderr, flush=True)
             try:
-                found.extend(BENCHMARKS[name](options.rounds))
+                measured[name] = BENCHMARKS[name](options.rounds)
             except Exception:  # the others have taken half an hour
                 traceback.print_exc()
                 failed.append(name)
+    found = [row for rows in measured.values() for row in rows]
     print(render(found))
     print(circumstances())
+    if options.page:
+        when = time.strftime("%d %B %Y").lstrip("0")
+        tables = {
+            name: f"{when}: {circumstances()}\n\n{render_markdown(rows)}"
+            for name, rows in measured.items()
+            if rows
+        }
+        options.page.write_text(insert_tables(options.page.read_text(), tables))
     if options.picture:
         picture.draw(found, options.picture)
     if failed:

@@ -104,6 +104,17 @@ def render(rows: Sequence[Row]) -> str:
     )
 
 
+def render_markdown(rows: Sequence[Row]) -> str:
+    """Return the table in Markdown: without the targets, and with the spread of the ratios."""
+    lines = [(*COLUMNS[1:5], "spread of the ratio")]
+    for row in rows:
+        low, high = middle_half(row.ratios)
+        spread = f"{number(low)}–{number(high)}, n={len(row.ratios)}"
+        lines.append((row.compared.strip().replace("|", "\\|"), *row.cells[2:5], spread))
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, "|---|---|---|---|---|", *body])
+
+
 def take_turns(
     contenders: Mapping[str, Callable[[], float | None]], rounds: int
 ) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Make the picture of reference/measured.md: the speed-up of a small CNN, on 1 and 2 ranks.
+"""Make the picture of reference/measured-tables.md: the speed-up of a small CNN, on 1 and 2 ranks.
 
     python tests/benchmarks/studies/scaling_picture.py [REPEATS]
 
