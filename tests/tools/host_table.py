@@ -58,7 +58,9 @@ def table() -> str:
         shown = ". ".join(text[0].upper() + text[1:] for text in texts)
         hosts.setdefault((shown, f"[{tried}]({place})"), []).append(host)
     lines = ["| program | what works | how it was tried |", "|---|---|---|"]
-    lines += [f"| {', '.join(names)} | {shown} | {link} |" for (shown, link), names in hosts.items()]
+    lines += [
+        f"| {', '.join(names)} | {shown} | {link} |" for (shown, link), names in hosts.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -101,9 +101,7 @@ def test_a_failure_and_an_interrupt_leave_the_kernel_well(colab: Notebook) -> No
 
 
 @pytest.mark.part("steering")
-@pytest.mark.host(
-    "Colab", works="the next cells steer a background run", tried=TRIED
-)
+@pytest.mark.host("Colab", works="the next cells steer a background run", tried=TRIED)
 def test_a_background_run_is_steered_by_cells(colab: Notebook) -> None:
     out = colab.run(
         "import torch, nbtrain, time\n"
