@@ -141,7 +141,7 @@ MOVED = {
     "coming-from": "guides/launching.html#coming-from-another-launcher",
     "concepts/batch-size": "../tutorials/scaling.html#batch-size-learning-rate-and-seeds",
     "concepts/fork-and-cuda": "../guides/how-it-works.html#fork-spawn-and-cuda",
-    "concepts/overview": "../guides/how-it-works.html#how-nbtrain-works",
+    "concepts/overview": "../guides/how-it-works.html",
     "faq": "troubleshooting.html#frequently-asked-questions",
     "guides/accelerate-config": "launching.html#configure-fsdp-or-deepspeed",
     "guides/agents": "../tutorials/overnight.html#drive-nbtrain-from-an-agent",
