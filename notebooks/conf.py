@@ -160,7 +160,7 @@ MOVED = {
     "guides/scaling": "../tutorials/scaling.html",
     "guides/security": "shared-hosts.html#security",
     "guides/several-nodes": "../cluster.html#use-several-nodes-machines-without-ray",
-    "guides/steering": "../tutorials/steering.html#finish-a-training-early-change-its-settings-look-at-its-model-keep-a-checkpoint",
+    "guides/steering": "../tutorials/steering.html",
     "guides/tpu": "../tpu.html#use-a-tpu",
     "guides/trackers": "watch-training.html#send-metrics-to-wb-mlflow-or-tensorboard",
     "reference/command-line": "magics.html#command-line",
