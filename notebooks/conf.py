@@ -155,7 +155,7 @@ MOVED = {
     "guides/lint": "launching.html#convert-a-plain-loop",
     "guides/live-ranks": "../live.html",
     "guides/memory": "../parallelism.html#check-whether-a-model-fits",
-    "guides/profile": "../tutorials/profile.html#see-where-the-time-goes",
+    "guides/profile": "../tutorials/profile.html",
     "guides/ray": "../cluster.html#use-a-ray-cluster",
     "guides/scaling": "../tutorials/scaling.html",
     "guides/security": "shared-hosts.html#security",
