@@ -12,7 +12,7 @@ NbtrainError
 ├── ResultsLost (RuntimeError)        the ranks ended well, but what they trained could not be saved
 ├── RankError (RuntimeError)          stands for a rank's exception that could not be copied
 ├── ResultNotPicklable (TypeError)    a rank's return value that could not be copied
-└── RunTimeout (TimeoutError)         the run exceeded its ``--timeout``
+└── RunTimeout (TimeoutError)         the run exceeded its ``--timeout``, or hung
 
 An exception of the training function is raised in the notebook with its own type.
 """
@@ -114,7 +114,7 @@ class ResultsLost(NbtrainError, RuntimeError):
 
 
 class RankError(NbtrainError, RuntimeError):
-    """Stands for a rank's exception that cannot be rebuilt here; keeps its type's name."""
+    """Stands for a rank's exception that cannot be rebuilt here; `type_name` is its type's name."""
 
     def __init__(self, message: str = "", *, type_name: str = "") -> None:
         super().__init__(message)
@@ -126,4 +126,4 @@ class ResultNotPicklable(NbtrainError, TypeError):
 
 
 class RunTimeout(NbtrainError, TimeoutError):
-    """The run did not end within its timeout and was stopped."""
+    """The run exceeded its timeout, or hung, and was stopped."""
