@@ -96,18 +96,19 @@ def _row(info: RunInfo) -> RunRow:
     seconds = info.seconds
     if seconds is None and info.status == "running":
         seconds = max(0.0, clock.now(info.clock_offset) - info.created)
+    outcome = f"{info.outcome}: {info.error}" if info.error else info.outcome
     metric = main_metric(info.metrics)
     values = {**info.parameters, **info.metrics}
     facts = [
         info.name,
-        f"{info.outcome}, engine {info.engine}",
+        f"{outcome}, engine {info.engine}",
         ", ".join(f"{name} = {short_repr(value)}" for name, value in values.items()),
         *info.changes,
     ]
     return RunRow(
         "" if info.number is None else f"#{info.number}",
         "flawed" if info.status == "succeeded" != info.outcome else info.status,
-        strip_escapes(info.outcome),
+        strip_escapes(outcome),
         strip_escapes(info.title),
         info.created,
         info.ranks,

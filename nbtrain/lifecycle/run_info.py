@@ -64,6 +64,8 @@ class RunInfo:
     """The last values of the main metric of rank 0."""
     clock_offset: float | None = None
     """The offset of the clock of `created`; see `RunState`."""
+    error: str = ""
+    """Of a failed run, the exception that was raised first; "" if no rank raised one."""
 
 
 def run_info(folder: RunFolder) -> RunInfo:
@@ -91,6 +93,8 @@ def run_info(folder: RunFolder) -> RunInfo:
     lately = [
         row[main] for row in history.merge_rows(tails[:1]) if history.is_number(row.get(main))
     ]
+    ends = [next((e for e in reversed(tail) if isinstance(e, ev.Ended)), None) for tail in tails]
+    errors = sorted((end.time, end.error) for end in ends if end is not None and end.error)
     results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,
@@ -113,6 +117,7 @@ def run_info(folder: RunFolder) -> RunInfo:
         ),
         tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
+        strip_escapes(errors[0][1], 80) if errors and status == "failed" else "",
     )
 
 

@@ -237,17 +237,21 @@ class Series:
             self.bins[key] = half if known is None else join_bins(known, half)
 
 
-def smooth(band: list[Bin]) -> list[tuple[float, float]]:
+def smooth(band: list[Bin], *, log: bool = False) -> list[tuple[float, float]]:
     """Return the means of a band by step, each averaged with its neighbours.
+
+    With `log`, for a logarithmic axis, their logarithms are averaged, and all must be positive:
+    otherwise the line stays far above values that fall by decades.
 
     The average runs forwards and then backwards, so that the curve does not lag. Its width is a
     36th of the steps, and not a number of points, which are dense at the start of a run. Empty for
     an empty band.
     """
-    points = [(each.x, each.mean) for each in band]
+    points = [(each.x, math.log(each.mean) if log else each.mean) for each in band]
     # A loss that is always NaN has no points.
     reach = (points[-1][0] - points[0][0]) / 36 or 1.0 if points else 1.0
-    return _average_forwards(_average_forwards(points, reach)[::-1], reach)[::-1]
+    line = _average_forwards(_average_forwards(points, reach)[::-1], reach)[::-1]
+    return [(x, math.exp(y)) for x, y in line] if log else line
 
 
 def _average_forwards(points: list[tuple[float, float]], reach: float) -> list[tuple[float, float]]:

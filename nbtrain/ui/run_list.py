@@ -61,7 +61,9 @@ def format_day(created: float, now: float) -> str:
 def draw_list(rows: Sequence[RunRow], now: float) -> str:
     """Draw the runs as an HTML table, in their order."""
     heads = ("", "", "run", "began", "ranks", "took", "last", "", "result")
-    styles = (LEFT, RIGHT, LEFT, RIGHT, RIGHT, RIGHT, RIGHT, LEFT, LEFT)
+    figure = f"{RIGHT};white-space:nowrap"
+    text = f"{LEFT};min-width:20ch"
+    styles = (LEFT, figure, text, figure, figure, figure, figure, LEFT, text)
     drawn = [
         (
             TableCell(theme.sign(row.badge)),
@@ -104,7 +106,9 @@ def _draw_curve(values: Sequence[float]) -> str:
     )
     line = f'<polyline points="{points}" fill="none" stroke="{theme.BLUE}" stroke-width="1.3"/>'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{line}</svg>'
-    return theme.image(svg, "its last values", f'width="{width}" height="{height}"')
+    # JupyterLab makes an image as narrow as its cell can be, which without this is nothing.
+    size = f'width="{width}" height="{height}" style="max-width:none"'
+    return theme.image(svg, "its last values", size)
 
 
 def write_list(rows: Sequence[RunRow], now: float, width: int) -> list[str]:

@@ -16,7 +16,7 @@ RUNS = re.compile(r'run\.compare\("#\d+"\)')
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", ["background", "checkpoints", "results", "steering"])
+@pytest.mark.parametrize("page", ["how-it-works", "results"])
 def test_a_guide_prints_what_it_shows(notebook: Notebook, page: str) -> None:
     printed = ""
     for language, text in BLOCK.findall((NOTEBOOKS / f"guides/{page}.md").read_text()):

@@ -31,6 +31,7 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     briefs = catalog.run_infos()
     assert [b.name for b in briefs] == [r.folder.name for r in runs]
     assert [(b.status, b.ranks) for b in briefs] == [("succeeded", 1), ("failed", 2)]
+    assert [b.error for b in briefs] == ["", "ZeroDivisionError: division by zero"]
     assert all(b.seconds is not None for b in briefs)
     lines = catalog.page(briefs).splitlines()
     assert lines[0].split() == ["run", "began", "ranks", "took", "last", "result"]
@@ -38,6 +39,7 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert "1 rank " in lines[1]
     assert lines[2].startswith("✕  #")
     assert "2 ranks" in lines[2]
+    assert "failed: ZeroDivisionError: division by zero" in lines[2]
 
 
 def test_a_damaged_run_is_a_row_that_says_so(run_root: Path) -> None:

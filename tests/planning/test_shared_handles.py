@@ -106,8 +106,9 @@ def test_what_forked_ranks_share_is_found_by_name_and_kind(
 
 
 def test_what_forked_ranks_share_is_named_before_the_start(with_handles: Notebook) -> None:
-    out = with_handles.run("%%distributed -n 2\ndef train():\n    env.step(1)")
-    assert "`env` has processes of the notebook" in out.board
+    # Two ranks read each other's answers, so nobody can use this one afterwards.
+    out = with_handles.run("%%distributed -n 2\ndef train():\n    runner.env.step(1)")
+    assert "`runner.env` has processes of the notebook" in out.board
     codes = "[f['code'] for f in nbtrain.last_run().to_dict()['findings']]"
     assert with_handles.value(codes) == ["shared-handle"]
 

@@ -1,7 +1,8 @@
 """Write the table of hosts into its page, from the tests: `python tests/tools/host_table.py`.
 
 Each test that plays a host has a marker `host` with the host's name, what works, and how it was
-tried. Tests of one file that tried a host in the same way share a row. A test compares the page.
+tried. Tests of one file that tried a host in the same way share a row, and so do hosts of which the
+same holds. A test compares the page.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "notebooks" / "reference" / "where-it-runs.md"
+PAGE = ROOT / "notebooks" / "install.md"
 START, END = "<!-- the table, made by tests/tools/host_table.py -->\n", "<!-- its end -->\n"
 
 Row = tuple[str, str, str, str]
@@ -44,7 +45,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
                     else ast.literal_eval(keyword.value)
                     for keyword in call.keywords
                 }
-                yield host, texts["works"], texts["tried"], f"../../{path.relative_to(ROOT)}"
+                yield host, texts["works"], texts["tried"], f"../{path.relative_to(ROOT)}"
 
 
 def table() -> str:
@@ -52,12 +53,14 @@ def table() -> str:
     works: dict[tuple[str, str, str], list[str]] = {}
     for host, text, tried, place in rows():
         works.setdefault((host, tried, place), []).append(text)
-    lines = ["| host | what works | how it was tried |", "|---|---|---|"]
-    before = ""
+    hosts: dict[tuple[str, str], list[str]] = {}
     for (host, tried, place), texts in works.items():
         shown = ". ".join(text[0].upper() + text[1:] for text in texts)
-        lines.append(f"| {host if host != before else ''} | {shown} | {tried} ([test]({place})) |")
-        before = host
+        hosts.setdefault((shown, f"[{tried}]({place})"), []).append(host)
+    lines = ["| program | what works | how it was tried |", "|---|---|---|"]
+    lines += [
+        f"| {', '.join(names)} | {shown} | {link} |" for (shown, link), names in hosts.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -77,7 +77,10 @@ class Curve:
         Else it ends at the newest value. Samples per second are multiplied by the number of ranks.
         """
         if self.name not in RATES and len(self.series.band) > 24:
-            return spread_evenly(smooth(self.series.band), points)
+            band, line = self.series.band, smooth(self.series.band)
+            if axes.spans_decades([y for _, y in line]) and all(each.mean > 0 for each in band):
+                line = smooth(band, log=True)
+            return spread_evenly(line, points)
         line = [(b.x, b.mean * self.per) for b in self.series.thin(points)]
         if line and self.series.last is not None and self.name != "samples/s":
             line[-1] = line[-1][0], self.series.last

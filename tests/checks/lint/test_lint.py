@@ -348,7 +348,7 @@ def test_functions_of_earlier_cells_are_read_if_the_cell_calls_them_itself() -> 
 
 
 def test_the_guide_lists_the_codes() -> None:
-    guide = (NOTEBOOKS / "guides" / "lint.md").read_text()
+    guide = (NOTEBOOKS / "guides" / "launching.md").read_text()
     for code, meaning in lint.CODES.items():
         assert f"| `{code}` | " in guide, code
         assert meaning in guide or code == "accelerator", code

@@ -36,7 +36,7 @@ class Shell(ZMQInteractiveShell):
 InteractiveShellABC.register(Shell)
 """
 CHECKOUT = os.environ.get("COLABTOOLS", "")
-TRIED = "its real kernel and shell (googlecolab/colabtools) by hand, in CI a kernel of their names"
+TRIED = "its real kernel and shell by hand, in CI a kernel of their names"
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +101,7 @@ def test_a_failure_and_an_interrupt_leave_the_kernel_well(colab: Notebook) -> No
 
 
 @pytest.mark.part("steering")
-@pytest.mark.host(
-    "Colab", works="a run in the background is steered by the next cells", tried=TRIED
-)
+@pytest.mark.host("Colab", works="the next cells steer a background run", tried=TRIED)
 def test_a_background_run_is_steered_by_cells(colab: Notebook) -> None:
     out = colab.run(
         "import torch, nbtrain, time\n"

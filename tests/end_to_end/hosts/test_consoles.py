@@ -19,7 +19,7 @@ HOW = "pip install -r tests/requirements/hosts.txt"
 @pytest.mark.host(
     "Spyder",
     works="lines while it runs, then the summary, as text",
-    tried="its real kernel (spyder-kernels), cells sent as its console does",
+    tried="its real kernel (spyder-kernels)",
 )
 @pytest.mark.skipif(find_spec("spyder_kernels") is None, reason=f"needs spyder-kernels: {HOW}")
 def test_spyder_shows_lines_and_the_summary(tmp_path: Path, run_root: Path) -> None:

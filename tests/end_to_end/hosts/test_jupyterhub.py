@@ -274,7 +274,7 @@ def once(act: Callable[[Outputs], object]) -> Callable[[Outputs], None]:
     return during
 
 
-TRIED = "a real hub, its proxy and a user's server; a kernel spoken to through them"
+TRIED = "a real hub, its proxy and a user's server"
 
 
 @pytest.mark.host("JupyterHub", works="live board, summary that stays, results", tried=TRIED)

@@ -162,7 +162,7 @@ def _answers(address: str) -> bool:
 @pytest.mark.host(
     "marimo",
     works="`nbtrain.launch` with a live board, trained models, in notebooks and apps; no magics",
-    tried="its real server, spoken to as its page does",
+    tried="its real server",
 )
 @pytest.mark.parametrize("mode", ["edit", "run"])  # a process of its own, a thread of the server
 def test_launch_draws_a_board_that_moves_and_trains_the_notebooks_model(
@@ -180,8 +180,8 @@ def test_launch_draws_a_board_that_moves_and_trains_the_notebooks_model(
 
 @pytest.mark.host(
     "marimo",
-    works="its interrupt button ends the ranks and leaves the kernel well",
-    tried="its real server, spoken to as its page does",
+    works="its interrupt button ends the ranks",
+    tried="its real server",
 )
 def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     with opened(tmp_path) as page:

@@ -25,8 +25,8 @@ HOSTS = {
 
 
 WORKS = "live board, summary that stays"
-TRIED = "its environment variables and a page's messages to a real kernel"
-UNNAMED = "its environment variable, and cells sent without a name, as consoles send them"
+TRIED = "its variables and a page's messages to a real kernel"
+UNNAMED = "its variable, and cells without a name"
 
 
 @pytest.mark.host("Kaggle", works=WORKS, tried=TRIED)

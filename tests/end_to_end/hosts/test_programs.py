@@ -73,7 +73,7 @@ NBCONVERT = ("nbconvert", "--to", "notebook", "--execute", "in.ipynb", "--output
 )
 @pytest.mark.host(
     "Kaggle",
-    works="“Save & Run All”: lines and the summary in the saved version",
+    works="“Save & Run All”: lines and the summary",
     tried="the real papermill with its environment variables",
 )
 @pytest.mark.parametrize("variables", [{}, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}])
@@ -88,7 +88,7 @@ def test_papermill_keeps_the_lines_and_the_summary(
 
 @pytest.mark.host(
     "nbconvert",
-    works="`--execute`: lines and the summary, in notebooks and in HTML",
+    works="`--execute`: lines and the summary, also in HTML",
     tried="the real program",
 )
 @needs("nbconvert")

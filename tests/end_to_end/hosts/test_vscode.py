@@ -60,8 +60,8 @@ def reload_window(kernel: Notebook) -> None:
 
 @pytest.mark.host(
     "VS Code",
-    works="live board with a working Stop button; the summary replaces it",
-    tried="messages of its Jupyter extension to a real kernel",
+    works="live board with Stop; the summary replaces it",
+    tried="messages and signals of its Jupyter extension to a real kernel",
 )
 def test_the_board_moves_and_its_button_stops(vscode: Notebook) -> None:
     out = vscode.run(WAITS, during=once("ready", lambda out: vscode.click(out.button()[0])))
@@ -74,7 +74,7 @@ def test_the_board_moves_and_its_button_stops(vscode: Notebook) -> None:
 @pytest.mark.host(
     "VS Code",
     works="■ ends the ranks, the next cell runs",
-    tried="a SIGINT to each descendant of the kernel, as its extension sends",
+    tried="messages and signals of its Jupyter extension to a real kernel",
 )
 def test_an_interrupt_of_every_descendant_ends_the_run(vscode: Notebook) -> None:
     ranks: list[psutil.Process] = []
@@ -95,8 +95,8 @@ def test_an_interrupt_of_every_descendant_ends_the_run(vscode: Notebook) -> None
 
 @pytest.mark.host(
     "VS Code",
-    works="after a reload, `%nbtrain show` draws a background run live, with Stop, or as it ended",
-    tried="a second session that knows no widget of the first",
+    works="after a reload, `%nbtrain show` draws a background run",
+    tried="messages and signals of its Jupyter extension to a real kernel",
 )
 def test_show_draws_a_run_in_a_window_that_was_reloaded(vscode: Notebook) -> None:
     background = WAITS.replace("-n 2", "-n 2 --background")
@@ -122,7 +122,7 @@ def test_show_draws_a_run_in_a_window_that_was_reloaded(vscode: Notebook) -> Non
 @pytest.mark.host(
     "VS Code",
     works="a slider changes the learning rate, Finish ends the training",
-    tried="messages of its Jupyter extension to a real kernel",
+    tried="messages and signals of its Jupyter extension to a real kernel",
 )
 def test_a_slider_and_finish(vscode: Notebook) -> None:
     steps: list[str] = []

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 import nbtrain
-from nbtrain.tracking.curves import smooth
+from nbtrain.tracking.curves import Curves, CurvesDraft, smooth
 from nbtrain.tracking.overview import stragglers, timeline
 from nbtrain.tracking.state import PreviousRun, RunState
 from nbtrain.ui.board import board, charts, theme
@@ -129,3 +129,11 @@ def test_a_failure_is_at_its_step_though_a_bin_of_time_covers_many() -> None:
         rank = rank.add_training(half / 2, 0.0, 0.5, 50 * half)
     rank = rank.add_end(2.51, has_failed=True)
     assert timeline.letters_by_step(rank, 250.0, 100) == 99 * "c" + "f"
+
+
+def test_a_loss_that_falls_by_decades_is_not_drawn_above_its_values() -> None:
+    draft = CurvesDraft(Curves())
+    for step in range(300):
+        draft.add_logged(0, step, "loss", 10 ** -min(step / 5, 10))
+    for x, y in charts.Curve("loss", draft.freeze().logged["loss"]).line(100):
+        assert 0.1 < y / 10 ** -min(x / 5, 10) < 10  # without logarithms, up to 10⁶

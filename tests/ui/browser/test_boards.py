@@ -73,7 +73,7 @@ def test_the_board_lives_and_what_stays_survives_a_reopen(open_notebook: Open) -
 
 @pytest.mark.host(
     "JupyterLab",
-    works="live board with a working Stop button and menus; Notebook 7, too",
+    works="live board with Stop and menus; Notebook 7, too",
     tried="the real programs in Chromium",
 )
 def test_stop_ends_the_ranks_and_says_so(open_notebook: Open, server: Server) -> None:
@@ -100,7 +100,7 @@ def test_axe_finds_nothing_in_the_live_and_the_saved_board(open_notebook: Open, 
 
 @pytest.mark.host(
     "JupyterLab",
-    works="a reloaded page goes on showing the run; what stays survives a reopen",
+    works="a page that is reloaded or opened again shows the run",
     tried="the real programs in Chromium",
 )
 def test_a_reloaded_page_goes_on_showing_the_run(open_notebook: Open, server: Server) -> None:
