@@ -174,7 +174,7 @@ MOVED = {
     "reference/versions": "../install.html#what-is-public-and-deprecation",
     "reference/where-it-runs": "../install.html#where-it-runs-and-what-was-tested",
     "tutorials/too_large": "../parallelism.html#a-model-too-large-for-one-device",
-    "tutorials/two_processes": "../quickstart.html#from-one-process-to-two",
+    "tutorials/two_processes": "../quickstart.html#convert-a-plain-loop",
 }
 """Pages that are gone: the address that each of them leads to, relative to the old one."""
 
