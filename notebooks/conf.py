@@ -58,24 +58,29 @@ html_theme_options = {"navigation_with_keys": True}
 html_use_index = False
 
 SEARCHED = {
-    "install": "air-gapped, no internet, dependencies, git clone, pip install, install, uninstall, "
-    "requirements, offline, wheel, extras, SBOM, compatibility, deprecation, licence, "
-    "license, Apache, vulnerability, CVE, security contact, supply chain, pin, pins, "
+    "install": "air-gapped, no internet, dependencies, git clone, pip install, install, "
+    "uninstall, requirements, offline, wheel, extras, SBOM, compatibility, deprecation, "
+    "licence, license, Apache, vulnerability, CVE, security contact, supply chain, pin, pins, "
     "hash, support, SECURITY.md, semantic versioning, hosts, VS Code, Colab, Kaggle, "
-    "Databricks, SageMaker, marimo, tested versions, supported, Windows, macOS, AMD, "
-    "ROCm, Python version",
+    "Databricks, SageMaker, marimo, tested versions, supported, Windows, macOS, AMD, ROCm, "
+    "Python version",
     "quickstart": "quickstart, two GPUs, multi-GPU, multiple GPUs, example, getting started",
-    "guides/launching": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison, number of GPUs, "
-    "which GPU, choose GPU, four of eight GPUs, two GPUs, use only 4 GPUs, two "
-    "experiments at once, parallel experiments, init_process_group, multi-GPU, "
-    "DataLoader, reproducible, NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, "
-    "spawn, mixed precision, seed",
-    "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work, logs, where are "
-    "the logs, wandb twice, how to stop, how do I cancel, disable telemetry, overhead, "
-    "predictions, two GPUs, which port, port, privacy, CI, continuous integration, only "
-    "one GPU is used, what is a rank, glossary, both GPUs",
-    "parallelism": "tensor parallel, pipeline parallel, model parallel, memory, CUDA out of memory, "
-    "batch size fits, VRAM",
+    "guides/launching": "notebook_launcher, torchrun, DataParallel, Ray Train, comparison, "
+    "number of GPUs, which GPU, choose GPU, four of eight GPUs, two GPUs, use only 4 GPUs, two "
+    "experiments at once, parallel experiments, init_process_group, multi-GPU, DataLoader, "
+    "reproducible, NUMA, affinity, CPU threads, OMP_NUM_THREADS, num_workers, spawn, mixed "
+    "precision, seed, use only GPUs 2 and 3, choose GPUs",
+    "troubleshooting": "error, loss multiplied, loss doubled, loss too large, does not work, "
+    "logs, where are the logs, wandb twice, how to stop, how do I cancel, disable telemetry, "
+    "overhead, predictions, two GPUs, which port, port, privacy, CI, continuous integration, "
+    "only one GPU is used, what is a rank, glossary, both GPUs, RuntimeError: DataLoader worker "
+    "is killed by signal: Bus error, it is possible that dataloader workers are out of shared "
+    "memory, shm, session ended, session was cut, session expired, Kaggle 12 hours limit, time "
+    "limit, resume training, process 0 terminated with signal SIGSEGV, my list is empty after "
+    "the run, Accelerator created outside of the function, wandb shows two runs, one run per "
+    "rank, address already in use port",
+    "parallelism": "tensor parallel, pipeline parallel, model parallel, memory, CUDA out of "
+    "memory, batch size fits, VRAM",
     "recipes/trainer": "Trainer, save_model, push_to_hub, resume, resume_from_checkpoint, fp16, "
     "compute_metrics, best model, evaluation on both ranks, fp16 T4, early stopping, "
     "EarlyStoppingCallback, learning rate two GPUs",
@@ -90,47 +95,50 @@ SEARCHED = {
     "recipes/fsdp2": "FSDP, FSDP2, FSDP2 checkpoint, sharded checkpoint, fully_shard, DCP",
     "recipes/metrics": "evaluate, gather, gather_for_metrics, accuracy, validation",
     "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
-    "guides/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, MirroredStrategy, tf.keras, "
-    "jax.distributed, flax, equinox, optax, keras.distribution, PerReplica",
+    "guides/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, "
+    "MirroredStrategy, tf.keras, jax.distributed, flax, equinox, optax, keras.distribution, "
+    "PerReplica",
     "recipes/tensorflow": "tf.distribute, custom training loop, MultiWorkerMirroredStrategy",
     "recipes/jax": "jax.distributed, sharding, optax",
     "recipes/keras_jax": "keras.distribution, DataParallel",
     "recipes/optuna": "hyperparameter search, tune",
-    "guides/results": "save_model, save model, state_dict, return value, weights, load weights, script, "
-    "torchrun, export",
-    "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable board, wandb, W&B, "
-    "Weights & Biases, MLflow, TensorBoard, Slack, notification",
-    "tutorials/failure": "exception, traceback, stop, interrupt, kill, out of memory, OOM, breakpoint, pdb, "
-    "debug",
-    "tutorials/overnight": "background, detach, close browser, disconnect, headless, CI, continuous integration, "
-    "papermill, nbconvert, agent, LLM, automation, JSON, exit code",
-    "tutorials/steering": "early stopping, stop early, finish early, change learning rate, knob, resume, "
-    "checkpoint, restart, continue training, max_restarts",
-    "tutorials/profile": "profiler, torch.profiler, bottleneck, slow training, why is it slow, trace, "
-    "Perfetto, no faster than one GPU, GPU utilization, slow DataLoader, not faster with "
+    "guides/results": "save_model, save model, state_dict, return value, weights, load weights, "
+    "script, torchrun, export",
+    "guides/watch-training": "log, logging, progress bar, loss curve, tqdm, metrics, disable "
+    "board, wandb, W&B, Weights & Biases, MLflow, TensorBoard, Slack, notification",
+    "tutorials/failure": "exception, traceback, stop, interrupt, kill, out of memory, OOM, "
+    "breakpoint, pdb, debug",
+    "tutorials/overnight": "background, detach, close browser, disconnect, headless, CI, "
+    "continuous integration, papermill, nbconvert, agent, LLM, automation, JSON, exit code",
+    "tutorials/steering": "early stopping, stop early, finish early, change learning rate, "
+    "knob, resume, checkpoint, restart, continue training, max_restarts",
+    "tutorials/profile": "profiler, torch.profiler, bottleneck, slow training, why is it slow, "
+    "trace, Perfetto, no faster than one GPU, GPU utilization, slow DataLoader, not faster with "
     "two GPUs",
-    "tutorials/hang": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, hang, hangs, deadlock, "
-    "stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, watchdog, InfiniBand, freeze, "
-    "timeout, uneven data, fewer batches",
-    "cluster": "Ray, cluster, autoscaler, multi-node, several nodes, several machines, two machines, "
-    "nodes",
+    "tutorials/hang": "change the NCCL timeout, ddp_timeout, InitProcessGroupKwargs, hang, "
+    "hangs, deadlock, stuck, NCCL, NCCL timeout, NCCL_DEBUG, TORCH_NCCL, watchdog, InfiniBand, "
+    "freeze, timeout, uneven data, fewer batches, training hangs at the end of an epoch, stops "
+    "at the last batch, stuck after an epoch",
+    "cluster": "Ray, cluster, autoscaler, multi-node, several nodes, several machines, two "
+    "machines, nodes",
     "guides/slurm": "Slurm, salloc, srun, sbatch, squeue, HPC, cluster, time limit, allocation",
-    "guides/shared-hosts": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub profile, pod, "
-    "eviction, evicted, OOMKilled, manifest, security, egress, air-gapped, NetworkPolicy, "
-    "port, ports, listen, network interface, secret, token, password, vulnerability, CVE, "
-    "threat, telemetry, privacy, DNS, root, readOnlyRootFilesystem, zero to jupyterhub, "
-    "disable features, JupyterHub, Kubernetes, Docker, container, Slurm, admin, "
-    "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, "
-    "seccomp, orphan, find and end a run, GPU limits, ptrace, disable, forbid, "
-    "NBTRAIN_DISABLE, upgrade, culler, limits, systemd",
-    "tutorials/scaling": "learning rate, batch size, gradient accumulation, seed, loss doubled, scaling rule",
+    "guides/shared-hosts": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub "
+    "profile, pod, eviction, evicted, OOMKilled, manifest, security, egress, air-gapped, "
+    "NetworkPolicy, port, ports, listen, network interface, secret, token, password, "
+    "vulnerability, CVE, threat, telemetry, privacy, DNS, root, readOnlyRootFilesystem, zero to "
+    "jupyterhub, disable features, JupyterHub, Kubernetes, Docker, container, Slurm, admin, "
+    "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
+    "orphan, find and end a run, GPU limits, ptrace, disable, forbid, NBTRAIN_DISABLE, upgrade, "
+    "culler, limits, systemd, shared memory, bus error",
+    "tutorials/scaling": "learning rate, batch size, gradient accumulation, seed, loss doubled, "
+    "scaling rule",
     "guides/how-it-works": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
-    "reference/magics": "environment variables, network interface, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, "
-    "NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES, options, magics, "
-    "num_processes, timeout",
-    "reference/what-it-does": "disk, quota, processes, threads, idle, overhead, disk full, memory of a kernel, "
-    "resources, promises, guarantees, monkey patch, what does it patch, patches, disable, "
-    "everything off, switch everything off",
+    "reference/magics": "environment variables, network interface, GLOO_SOCKET_IFNAME, "
+    "NCCL_SOCKET_IFNAME, NBTRAIN_HOME, NBTRAIN_DISABLE, disable, CUDA_VISIBLE_DEVICES, options, "
+    "magics, num_processes, timeout",
+    "reference/what-it-does": "disk, quota, processes, threads, idle, overhead, disk full, "
+    "memory of a kernel, resources, promises, guarantees, monkey patch, what does it patch, "
+    "patches, disable, everything off, switch everything off",
     "reference/measured": "overhead, benchmark, speed, performance, startup time",
 }
 """What readers type into the search and a page does not say in these words, by page."""
@@ -144,7 +152,8 @@ MOVED = {
     "concepts/overview": "../guides/how-it-works.html",
     "faq": "troubleshooting.html#frequently-asked-questions",
     "guides/accelerate-config": "launching.html#configure-fsdp-or-deepspeed",
-    "guides/agents": "../tutorials/overnight.html#start-and-follow-a-run-from-an-agent-or-a-program",
+    "guides/agents": "../tutorials/overnight.html"
+    "#start-and-follow-a-run-from-an-agent-or-a-program",
     "guides/background": "../tutorials/overnight.html",
     "guides/checkpoints": "../tutorials/steering.html#save-and-resume",
     "guides/debugger": "../tutorials/failure.html#debug-a-rank",
