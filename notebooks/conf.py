@@ -145,7 +145,7 @@ SEARCHED = {
 
 
 MOVED = {
-    "changelog": "install.html",
+    "changelog": "install.html#changelog",
     "coming-from": "guides/launching.html#coming-from-another-launcher",
     "concepts/batch-size": "../tutorials/scaling.html#batch-size-learning-rate-and-seeds",
     "concepts/fork-and-cuda": "../guides/how-it-works.html#fork-spawn-and-cuda",
