@@ -30,7 +30,7 @@ CEILINGS = {
     "commands": Ceiling(1_080, 2.4, 1.3, 3),
     "engines": Ceiling(2_673, 4.8, 0.0, 6),
     "hangs": Ceiling(1_724, 5.0, 1.4, 12),
-    "lifecycle": Ceiling(2_183, 5.7, 1.3, 8),
+    "lifecycle": Ceiling(2_191, 5.7, 1.3, 8),
     "parts": Ceiling(13_067, 4.2, 0.8, 62),
     "planning": Ceiling(1_955, 5.5, 0.0, 3),
     "system": Ceiling(1_292, 5.4, 0.6, 5),

@@ -65,7 +65,7 @@ class RunInfo:
     clock_offset: float | None = None
     """The offset of the clock of `created`; see `RunState`."""
     error: str = ""
-    """Of a failed run, the exception that was raised first; "" if no rank raised one."""
+    """Why a run failed: how a rank died, or else the exception that was raised first."""
 
 
 def run_info(folder: RunFolder) -> RunInfo:
@@ -93,8 +93,6 @@ def run_info(folder: RunFolder) -> RunInfo:
     lately = [
         row[main] for row in history.merge_rows(tails[:1]) if history.is_number(row.get(main))
     ]
-    ends = [next((e for e in reversed(tail) if isinstance(e, ev.Ended)), None) for tail in tails]
-    errors = sorted((end.time, end.error) for end in ends if end is not None and end.error)
     results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,
@@ -117,8 +115,23 @@ def run_info(folder: RunFolder) -> RunInfo:
         ),
         tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
-        strip_escapes(errors[0][1], 80) if errors and status == "failed" else "",
+        strip_escapes(_cause(of_launcher, tails), 80) if status == "failed" else "",
     )
+
+
+def _cause(of_launcher: list[ev.Event], tails: list[list[ev.Event]]) -> str:
+    """Return how a rank died, or else the exception that was raised first; "" without either.
+
+    A death comes first, because the other ranks then raise that their connection is lost.
+    """
+    last_exits = {e.rank: e for e in of_launcher if isinstance(e, ev.Exited)}
+    deaths = [e for e in last_exits.values() if e.verdict == "failed" and e.cause]
+    if deaths:
+        death = min(deaths, key=lambda exit: exit.time)
+        return f"rank {death.rank} {death.cause}"
+    last_ends = {e.rank: e for tail in tails for e in tail if isinstance(e, ev.Ended)}
+    errors = [(e.time, e.error) for e in last_ends.values() if e.error]
+    return min(errors)[1] if errors else ""
 
 
 def _tail(path: Path) -> list[ev.Event]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nbtrain
 from nbtrain.errors import PlanError
@@ -40,6 +42,19 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert lines[2].startswith("✕  #")
     assert "2 ranks" in lines[2]
     assert "failed: ZeroDivisionError: division by zero" in lines[2]
+
+
+def test_a_rank_that_was_killed_is_why_the_run_failed_and_not_what_the_others_raised() -> None:
+    def train() -> None:
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.barrier()
+        if nbtrain.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.barrier()
+
+    with pytest.raises(nbtrain.RankDied):
+        nbtrain.launch(train, num_processes=2, view="none")
+    assert catalog.run_infos()[-1].error.startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_damaged_run_is_a_row_that_says_so(run_root: Path) -> None:
