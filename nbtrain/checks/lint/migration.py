@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from ...findings import Edit, Finding
-from .rules import devices_of, notebook_device, pinned_strings
+from .rules import devices_of, notebook_device, pinned_strings, saves_of_every_rank
 from .source import (
     MISSING,
     Source,
@@ -52,6 +52,9 @@ _MEASURED = re.compile(
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _CLIPPED = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})
 """What the Accelerator's own functions for clipping take."""
+
+_SAVED = frozenset({"obj", "f"})
+"""What the Accelerator's own `save` takes of the arguments of `torch.save`."""
 
 _RANK_DEVICE = "accelerator.device"
 
@@ -150,6 +153,7 @@ class _Migration:
                 self._replace(call.func, f"accelerator.{called_name(call)}")
         self._replace_devices()
         self._unwrap_model()
+        self._save_once()
         replaced: list[Edit] = []
         for line, spans in self.spans.items():
             text = self.source.lines[line - 1]
@@ -312,6 +316,16 @@ class _Migration:
                 # A part of the model that is trained by itself goes around the wrapper.
                 _require(innermost not in around or attribute in _UNWRAPPED)
                 self._replace(use, f"accelerator.unwrap_model({model})")
+
+    def _save_once(self) -> None:
+        """Record changes so that only the main process writes a file of `torch.save`.
+
+        What is written into a buffer, or into a file of each rank, stays.
+        """
+        for call in saves_of_every_rank(self.source):
+            keywords = {keyword.arg for keyword in call.keywords}
+            if dotted_name(call.func) == "torch.save" and keywords <= _SAVED:
+                self._replace(call.func, "accelerator.save")
 
     def _change(self, line: int, start: int, end: int, text: str) -> None:
         self.spans.setdefault(line, []).append((start, end, text))

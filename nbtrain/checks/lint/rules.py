@@ -216,17 +216,23 @@ def check_saves(source: Source, names: set[str]) -> Iterator[Finding]:
     if any(map(_SHARDED.fullmatch, names)):
         return
     condition = "accelerator.is_main_process" if has_accelerator(names) else "nbtrain.rank() == 0"
+    for call in saves_of_every_rank(source):
+        yield source.finding(
+            call,
+            "save",
+            "every rank would write this file at the same time; write it under "
+            f"`if {condition}:`, or put the rank into its path",
+        )
+
+
+def saves_of_every_rank(source: Source) -> Iterator[ast.Call]:
+    """Yield the calls that write a file, which would be the same one on every rank."""
     for call in source.calls:
         path = _written_path(call)
         if path is None or source.scope(call) not in source.everywhere or source.is_guarded(call):
             continue
         if _is_same_on_all_ranks(path, source):
-            yield source.finding(
-                call,
-                "save",
-                "every rank would write this file at the same time; write it under "
-                f"`if {condition}:`, or put the rank into its path",
-            )
+            yield call
 
 
 def _written_path(call: ast.Call) -> ast.expr | None:

@@ -32,14 +32,14 @@ def check_fork_support(facts: Facts) -> Iterator[Finding]:
 
 
 def check_disabled_options(facts: Facts) -> Iterator[Finding]:
-    """Warn about a word of NBTRAIN_DISABLE that is no option or engine."""
+    """Warn about a word of NBTRAIN_DISABLE that switches nothing off."""
     words = set(option_types.read_disabled(facts.env)) - {*ENGINES}
     if words:
         words -= {name.replace("-", "_") for name in option_types.engine_plugins()}
         words -= {each.switch for each in part.parts().values()}
         words -= {name for option in cell_options().values() for name in option.names}
     if unknown := sorted(words):
-        text = f"{option_types.DISABLED} names {', '.join(unknown)}, which is no option or engine."
+        text = f"{option_types.DISABLED} names {', '.join(unknown)}, which switches nothing off."
         yield Finding("disabled-unknown", text, "Whoever set the variable should correct it.")
 
 

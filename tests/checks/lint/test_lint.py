@@ -476,6 +476,32 @@ def test_ranks_train_one_model_with_the_edits_and_their_own_without(name: str) -
     assert trained(cell(plain, **things())) == (False, False)
 
 
+def test_one_rank_writes_the_file_of_a_migrated_loop(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    saves = f'    torch.save(model.state_dict(), "{path}")\n    return'
+    source = PLAIN["model handed in"].replace("    return", saves)
+    findings = lint.lint(cell(source, **things()), device="cuda")
+    assert [finding.code for finding in findings] == ["migrate", "save"]
+    result = edited(findings, source)
+    assert "accelerator.save(accelerator.unwrap_model(model).state_dict()," in result
+    assert lint.lint(cell(result, **things()), device="cuda") == ()
+    assert trained(cell(result, **things())) == (True, False)
+    assert sorted(torch.load(path)) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        "torch.save(seen, io.BytesIO())",
+        "torch.save(seen, 'm.pt', _use_new_zipfile_serialization=0)",
+    ],
+)
+def test_what_the_accelerator_cannot_save_stays_as_it_is(save: str) -> None:
+    source = PLAIN["model handed in"].replace("    return", f"    {save}\n    return")
+    findings = lint.lint(cell(source, **things()), device="cuda")
+    assert save in edited(findings, source)
+
+
 def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
     source = PLAIN["model handed in"]
     names = defined(source, "<ipython-input-5-abc>", **things())
