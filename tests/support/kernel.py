@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import queue
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,7 @@ class Notebook:
         options: Sequence[str] = (),
         warm: bool = False,
     ) -> None:
-        """Start the kernel; behind a `prefix` of its command, it may have no network in common.
+        """Start the kernel; with a `prefix` of its command, also in a network of its own.
 
         A `warm` one has imported torch by its first cell.
         """
@@ -104,17 +105,12 @@ class Notebook:
         self.metadata: dict[str, Any] | None = None
         """What a cell is sent with. A page names the cell, in one way or another, which is what
         None does; a console does not: {}."""
-        for attempt in range(3):
-            self._start(home, folder, prefix, environment, launcher, options, warm)
-            try:
-                self.client.wait_for_ready(timeout=60)
-                return
-            except RuntimeError:
-                # jupyter_client finds free ports, and another process may take one before the
-                # kernel does, which then ends. One that is there, and does not answer, hangs.
-                if attempt == 2 or self.manager.is_alive():
-                    raise
-                self.close()
+        self._start(home, folder, prefix, environment, launcher, options, warm)
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except RuntimeError:
+            self.close()
+            raise
 
     def _start(
         self,
@@ -127,8 +123,10 @@ class Notebook:
         warm: bool,
     ) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        if prefix:
-            self.manager.transport, self.manager.ip = "ipc", str(folder / "kernel")
+        # Not TCP: the client of a kernel that a test has killed goes on to connect to its ports,
+        # and another kernel may have got one of them.
+        self._sockets = tempfile.TemporaryDirectory(prefix="kernel-")
+        self.manager.transport, self.manager.ip = "ipc", f"{self._sockets.name}/socket"
         assert self.manager.kernel_spec is not None
         argv = [launcher if a == "ipykernel_launcher" else a for a in self.manager.kernel_spec.argv]
         self.manager.kernel_spec.argv = [*prefix, *argv]
@@ -279,6 +277,7 @@ class Notebook:
         for owner in (self.client, self.manager):
             if not owner.context.closed:
                 owner.context.destroy(linger=0)
+        self._sockets.cleanup()
 
 
 def _in_turn(answers: Sequence[str]) -> Callable[[Outputs], str | None]:

@@ -8,16 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...part_api import (
+    LEFT,
     OPTIONS,
     PASS,
+    RIGHT,
     PlanError,
     Typed,
     check_parsed,
     format_bytes,
     format_ranks,
+    html_table,
     parser,
     plural,
     shorten,
+    show,
     split_line,
     text_table,
 )
@@ -29,6 +33,9 @@ START = (
     *("address", "spread", "resources", "wait_for_nodes"),
 )
 """The options of ``%nbtrain start``."""
+
+_MAX_NAME_CHARS = 24
+"""Characters of a name in a table: most terminals have 80 columns."""
 
 _NOT_LIVE = ("detach", "max_restarts")
 _NUMBER = r"\d{1,9}"
@@ -45,15 +52,19 @@ def command(typed: Typed) -> object:
         are_there = live_ranks.current() is not None or live_ranks.find_lost_ranks() is not None
         if not are_there or typed.text.strip():
             return PASS  # it is about a run
-    if text := answer(typed.command, typed.text, typed.namespace):
-        print(text)
+    answered = answer(typed.command, typed.text, typed.namespace)
+    if isinstance(answered, dict):
+        show(answered)
+    elif answered:
+        print(answered)
     return None
 
 
-def answer(name: str, text: str, namespace: dict[str, Any]) -> str:
+def answer(name: str, text: str, namespace: dict[str, Any]) -> str | dict[str, str]:
     """Carry out a command, and return what to print; empty for nothing.
 
-    Raises `PlanError` for wrong arguments, and without live ranks.
+    A table is returned as HTML and as text, by MIME type. Raises `PlanError` for wrong arguments,
+    and without live ranks.
     """
     if name in ("start", "restart"):
         return _start(name, text, namespace)
@@ -181,8 +192,8 @@ def read_ranks(text: str, world_size: int) -> list[int]:
     return sorted(set(ranks))
 
 
-def status(ranks: LiveRanks) -> str:
-    """Return a table of the ranks' processes."""
+def status(ranks: LiveRanks) -> dict[str, str]:
+    """Return a table of the ranks' processes, by MIME type."""
     head = ("rank", "process", "device", "memory", "GPU memory", "variables", "does")
     rows = []
     for rank in ranks._run.state.ranks:
@@ -195,11 +206,18 @@ def status(ranks: LiveRanks) -> str:
         rows.append((str(rank.rank), process, ranks.device, memory, on_gpu, count, does))
     shown = [i for i in range(len(head)) if head[i] != "GPU memory" or any(r[i] for r in rows)]
     kept = [tuple(row[i] for i in shown) for row in (head, *rows)]
-    return "\n".join(text_table(kept, "".join(">><>>><"[i] for i in shown)))
+    return _draw(kept, "".join(">><>>><"[i] for i in shown))
 
 
-def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
-    """Return a table of the ranks' variables, or a sentence if there are none.
+def _draw(rows: Sequence[Sequence[str]], align: str) -> dict[str, str]:
+    """Return a table, by MIME type. The first row has the heads. `align`: see `text_table`."""
+    table = html_table(rows, [RIGHT if each == ">" else LEFT for each in align], head=True)
+    text = "\n".join(text_table(rows, align))
+    return {"text/html": f'<div style="overflow-x:auto">{table}</div>', "text/plain": text}
+
+
+def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str | dict[str, str]:
+    """Return a table of the ranks' variables by MIME type, or a sentence if there are none.
 
     What differs between ranks is marked.
     """
@@ -209,7 +227,7 @@ def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str:
     if not rows:
         return "the ranks have no variables"
     head = ("name", "type", "shape", "dtype", "device", "size", "ranks")
-    return "\n".join(text_table([head, *rows], "<" * len(head)))
+    return _draw([head, *rows], "<<<<<><")
 
 
 def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, ...]:
@@ -218,8 +236,10 @@ def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[st
     shape = about.get("shape", "")
     size = format_bytes(about["bytes"]) if "bytes" in about else ""
     shown = shape if isinstance(shape, str) else "×".join(map(str, shape)) or "scalar"
-    kind = (about["type"], shown, about.get("dtype", ""), about.get("device", ""), size)
-    return (name, *kind, _difference(by_rank))
+    kind = shorten(about["type"], _MAX_NAME_CHARS)
+    place = (shown, about.get("dtype", ""), about.get("device", ""), size)
+    difference = shorten(_difference(by_rank), _MAX_NAME_CHARS)
+    return (shorten(name, _MAX_NAME_CHARS), kind, *place, difference)
 
 
 def _difference(by_rank: Mapping[int, Mapping[str, Any] | None]) -> str:

@@ -40,7 +40,13 @@ def tensor(name: str = "w", mark: str = "x", **more: Any) -> dict[str, Any]:
 
 
 def marks(by_rank: dict[int, list[dict[str, Any]]]) -> list[str]:
-    return [line.split("  ")[-1].strip() for line in live.variables(by_rank).splitlines()[1:]]
+    return [line.split("  ")[-1].strip() for line in lines(by_rank)[1:]]
+
+
+def lines(by_rank: dict[int, list[dict[str, Any]]]) -> list[str]:
+    table = live.variables(by_rank)
+    assert isinstance(table, dict)
+    return table["text/plain"].splitlines()
 
 
 def test_the_table_marks_what_differs() -> None:
@@ -53,9 +59,18 @@ def test_the_table_marks_what_differs() -> None:
 
 
 def test_the_table_shows_shape_and_size() -> None:
-    line = live.variables({0: [tensor()]}).splitlines()[1]
+    line = lines({0: [tensor()]})[1]
     assert line.split() == ["w", "Tensor", "2×3", "float32", "cpu", "24", "B", "same"]
     assert live.variables({0: [], 1: []}) == "the ranks have no variables"
+
+
+def test_the_table_fits_a_terminal_and_is_html_in_a_notebook() -> None:
+    odd = tensor("<b>" + "w" * 90, type="DistributedDataParallelOfMine", parts={"p" * 90: "1"})
+    table = live.variables({0: [odd], 1: [{**odd, "parts": {"p" * 90: "2"}}]})
+    assert isinstance(table, dict)
+    assert all(len(line) <= 120 for line in table["text/plain"].splitlines())
+    assert "&lt;b&gt;www" in table["text/html"]
+    assert table["text/html"].count("<tr") == 2
 
 
 def test_odd_names_and_numbers_of_ranks_break_nothing(notebook: Notebook) -> None:
@@ -69,7 +84,7 @@ def test_odd_names_and_numbers_of_ranks_break_nothing(notebook: Notebook) -> Non
         assert (out.ename, out.evalue) == ("PlanError", "'1-0' names no ranks: write 0-1")
         assert "[rank 1] 1" in notebook.run("%%rank 1-1\n1").stdout
         out = notebook.run("%nbtrain vars")
-        assert "net" in out.stdout
+        assert "net" in out.board
         assert not notebook.run("%nbtrain push net").ename
         assert not notebook.run("%nbtrain pull net").ename
     finally:

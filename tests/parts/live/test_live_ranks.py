@@ -256,10 +256,10 @@ def test_models_in_a_list_get_the_new_group_after_an_exception(live: Notebook) -
 
 def test_vars_show_where_ranks_differ(live: Notebook) -> None:
     live.run(TRAIN)
-    same = live.run("%nbtrain vars").stdout
+    same = live.run("%nbtrain vars").board
     assert next(line for line in same.splitlines() if line.startswith("model")).endswith("same")
     live.run("%%rank 1\nwith torch.no_grad():\n    model.module.bias += 1")
-    table = live.run("%nbtrain vars").stdout
+    table = live.run("%nbtrain vars").board
     line = next(line for line in table.splitlines() if line.startswith("model"))
     assert line.endswith("≠ module.bias")
 
@@ -410,8 +410,8 @@ m(torch.ones(2, 4)).sum().backward()"""
 
 def test_a_sharded_model_is_described_without_a_collective(live: Notebook) -> None:
     assert not live.run(SHARDED).ename
-    table = live.run("%nbtrain vars")
-    assert "25 parameters" in table.stdout, table
+    table = live.run("%nbtrain vars").board
+    assert "25 parameters" in table
     assert live.value("repr(ranks['m'][0])").startswith("<not sent: ")
     live.run("%%distributed\nwhole = m[0].weight.full_tensor().detach()")
     live.run("torch.manual_seed(7)")  # forked ranks make what the notebook would make
@@ -483,14 +483,14 @@ def test_a_background_cell_leaves_the_prompt_free_and_the_next_cell_waits(
     out = live.run(WAIT_FOR.format(go=go, options="--background --name sweep"))
     assert not out.ename, out.traceback
     assert not live.value("nbtrain.last_run().state.is_over")
-    assert live.run("%nbtrain status").stdout.count("`sweep") == 2
+    assert live.run("%nbtrain status").board.count("`sweep") == 2
     again = live.run("%%distributed --background\n1")
     assert "the ranks are busy with `sweep" in again.evalue
     live.run(f"import threading\nthreading.Timer(0.5, open, ({go!r}, 'w')).start()")
     out = live.run("%distributed found")
     assert "The ranks are busy with `sweep" in out.stdout
     assert out.stdout.splitlines()[-2:] == ["[rank 0] 10", "[rank 1] 11"]
-    assert "idle for" in live.run("%nbtrain status").stdout
+    assert "idle for" in live.run("%nbtrain status").board
     assert live.run(SUM).stdout == "[ranks 0–1] tensor([2.])\n"
 
 

@@ -56,7 +56,7 @@ def test_training_goes_on_from_cell_to_cell(live: Notebook) -> None:
     assert not made.ename, made.traceback
     for _ in range(2):
         assert live.run(TRAIN).stdout == "[ranks 0–1] ('XLA', 'xla:0')\n"
-    assert "xla:0" in live.run("%nbtrain vars").stdout
+    assert "xla:0" in live.run("%nbtrain vars").board
     pulled = live.run("%nbtrain pull model weight")
     assert not pulled.ename, pulled.traceback
     assert live.value("same is model and torch.equal(model.weight, weight)")
