@@ -226,8 +226,8 @@ def variables(by_rank: Mapping[int, Sequence[Mapping[str, Any]]]) -> str | dict[
     rows = [_row(name, {rank: rows.get(name) for rank, rows in tables.items()}) for name in names]
     if not rows:
         return "the ranks have no variables"
-    head = ("name", "type", "shape", "dtype", "device", "size", "ranks")
-    return _draw([head, *rows], "<<<<<><")
+    head = ("name", "ranks", "type", "shape", "dtype", "device", "size")
+    return _draw([head, *rows], "<<<<<<>")
 
 
 def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[st
     kind = shorten(about["type"], _MAX_NAME_CHARS)
     place = (shown, about.get("dtype", ""), about.get("device", ""), size)
     difference = shorten(_difference(by_rank), _MAX_NAME_CHARS)
-    return (shorten(name, _MAX_NAME_CHARS), kind, *place, difference)
+    return (shorten(name, _MAX_NAME_CHARS), difference, kind, *place)
 
 
 def _difference(by_rank: Mapping[int, Mapping[str, Any] | None]) -> str:
