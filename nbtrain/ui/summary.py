@@ -80,10 +80,10 @@ class Summary:
     """The rank that failed first, and its error."""
 
     seconds_to_first_step: float | None = None
-    """Seconds until every rank requested its first batch, or made its first step."""
+    """Seconds until a rank requested the first batch, or made the first step."""
 
     seconds_training: float | None = None
-    """Seconds from there to the last event of training, in the slowest rank."""
+    """Seconds from a rank's own begin to its last event of training, in the slowest rank."""
 
     steps: int | None = None
     """Optimizer steps of the rank that made the most."""
@@ -192,7 +192,8 @@ def summary(state: RunState, now: float) -> Summary:
         state.elapsed(now),
         message=state.explanation,
         error=f"rank {first.rank}: {verdict.describe_trouble(first, state)}" if first else "",
-        seconds_to_first_step=max(0.0, max(starts)) if starts else None,
+        # Of the first rank: another one's, and the longest training, may last longer than the run.
+        seconds_to_first_step=max(0.0, min(starts)) if starts else None,
         seconds_training=training,
         steps=steps,
         samples=samples,

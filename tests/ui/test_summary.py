@@ -109,6 +109,12 @@ def train(model, lr=0.1):
 """
 
 
+def test_times_add_up_if_the_ranks_begin_at_different_times() -> None:
+    late = ev.TrainingUpdate(114, 1, 40, 9.0, 1.0, 80, 0.5, batch=40)  # since 105, not 103
+    s = summary(on_gpus(late, ev.Finished(114, -1, "succeeded")), 999.0)
+    assert (s.seconds_to_first_step, s.seconds_training, s.seconds) == (3, 10, 14)
+
+
 def test_a_real_run_in_a_notebook_and_reopened_elsewhere(
     notebook: Notebook, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

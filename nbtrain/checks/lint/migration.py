@@ -53,9 +53,6 @@ _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _CLIPPED = frozenset({"parameters", "max_norm", "norm_type", "clip_value"})
 """What the Accelerator's own functions for clipping take."""
 
-_SAVED = frozenset({"obj", "f"})
-"""What the Accelerator's own `save` takes of the arguments of `torch.save`."""
-
 _RANK_DEVICE = "accelerator.device"
 
 
@@ -323,8 +320,8 @@ class _Migration:
         What is written into a buffer, or into a file of each rank, stays.
         """
         for call in saves_of_every_rank(self.source):
-            keywords = {keyword.arg for keyword in call.keywords}
-            if dotted_name(call.func) == "torch.save" and keywords <= _SAVED:
+            takes_all = {keyword.arg for keyword in call.keywords} <= {"obj", "f"}
+            if dotted_name(call.func) == "torch.save" and takes_all:
                 self._replace(call.func, "accelerator.save")
 
     def _change(self, line: int, start: int, end: int, text: str) -> None:

@@ -34,9 +34,6 @@ START = (
 )
 """The options of ``%nbtrain start``."""
 
-_MAX_NAME_CHARS = 24
-"""Characters of a name in a table: most terminals have 80 columns."""
-
 _NOT_LIVE = ("detach", "max_restarts")
 _NUMBER = r"\d{1,9}"
 _HINT = " (%nbtrain? shows the commands)"
@@ -236,10 +233,10 @@ def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[st
     shape = about.get("shape", "")
     size = format_bytes(about["bytes"]) if "bytes" in about else ""
     shown = shape if isinstance(shape, str) else "×".join(map(str, shape)) or "scalar"
-    kind = shorten(about["type"], _MAX_NAME_CHARS)
+    kind = shorten(about["type"], 24)
     place = (shown, about.get("dtype", ""), about.get("device", ""), size)
-    difference = shorten(_difference(by_rank), _MAX_NAME_CHARS)
-    return (shorten(name, _MAX_NAME_CHARS), difference, kind, *place)
+    difference = shorten(_difference(by_rank), 24)
+    return (shorten(name, 24), difference, kind, *place)
 
 
 def _difference(by_rank: Mapping[int, Mapping[str, Any] | None]) -> str:
