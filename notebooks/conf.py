@@ -95,7 +95,7 @@ SEARCHED = {
     "recipes/fsdp2": "FSDP, FSDP2, FSDP2 checkpoint, sharded checkpoint, fully_shard, DCP",
     "recipes/metrics": "evaluate, gather, gather_for_metrics, accuracy, validation",
     "recipes/streaming": "IterableDataset, streaming dataset, split_dataset_by_node",
-    "guides/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, "
+    "recipes/frameworks": "TF_CONFIG, tf.distribute, MultiWorkerMirroredStrategy, "
     "MirroredStrategy, tf.keras, jax.distributed, flax, equinox, optax, keras.distribution, "
     "PerReplica",
     "recipes/tensorflow": "tf.distribute, custom training loop, MultiWorkerMirroredStrategy",
@@ -123,13 +123,14 @@ SEARCHED = {
     "machines, nodes",
     "guides/slurm": "Slurm, salloc, srun, sbatch, squeue, HPC, cluster, time limit, allocation",
     "guides/shared-hosts": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub "
-    "profile, pod, eviction, evicted, OOMKilled, manifest, security, egress, air-gapped, "
-    "NetworkPolicy, port, ports, listen, network interface, secret, token, password, "
-    "vulnerability, CVE, threat, telemetry, privacy, DNS, root, readOnlyRootFilesystem, zero to "
-    "jupyterhub, disable features, JupyterHub, Kubernetes, Docker, container, Slurm, admin, "
-    "administrator, multi-user, quota, CPU quota, cgroup, pids.max, ulimit, shm, MIG, seccomp, "
+    "profile, pod, eviction, evicted, OOMKilled, manifest, air-gapped, NetworkPolicy, root, "
+    "readOnlyRootFilesystem, zero to jupyterhub, disable features, JupyterHub, Kubernetes, "
+    "Docker, container, Slurm, admin, administrator, multi-user, quota, CPU quota, cgroup, "
+    "pids.max, ulimit, shm, MIG, seccomp, "
     "orphan, find and end a run, GPU limits, ptrace, disable, forbid, NBTRAIN_DISABLE, upgrade, "
     "culler, limits, systemd, shared memory, bus error",
+    "guides/security": "security, egress, port, ports, listen, network interface, secret, token, "
+    "password, vulnerability, CVE, threat, telemetry, privacy, DNS, air-gapped, multi-user, TLS",
     "tutorials/scaling": "learning rate, batch size, gradient accumulation, seed, loss doubled, "
     "scaling rule",
     "guides/how-it-works": "Cannot re-initialize CUDA, fork, spawn, CUDA initialized",
@@ -159,6 +160,7 @@ MOVED = {
     "guides/debugger": "../tutorials/failure.html#debug-a-rank",
     "guides/export": "results.html#export-a-script",
     "guides/failures": "../tutorials/failure.html",
+    "guides/frameworks": "../recipes/frameworks.html",
     "guides/hangs": "../tutorials/hang.html",
     "guides/kubernetes": "shared-hosts.html#use-nbtrain-on-kubernetes",
     "guides/lint": "launching.html#convert-a-plain-loop",
@@ -167,7 +169,6 @@ MOVED = {
     "guides/profile": "../tutorials/profile.html",
     "guides/ray": "../cluster.html#use-a-ray-cluster",
     "guides/scaling": "../tutorials/scaling.html",
-    "guides/security": "shared-hosts.html#security",
     "guides/several-nodes": "../cluster.html#use-several-nodes-machines-without-ray",
     "guides/steering": "../tutorials/steering.html",
     "guides/tpu": "../tpu.html#use-a-tpu",

@@ -1,4 +1,4 @@
-"""What notebooks/guides/shared-hosts.md says of a run, held against a run."""
+"""What notebooks/guides/security.md says of a run, held against a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are listed on Linux")
 
-PAGE = Path(__file__).parents[2] / "notebooks" / "guides" / "shared-hosts.md"
+PAGE = Path(__file__).parents[2] / "notebooks" / "guides" / "security.md"
 
 
 def _listening(pid: int) -> set[str]:
