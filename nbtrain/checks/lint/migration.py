@@ -317,11 +317,12 @@ class _Migration:
     def _save_once(self) -> None:
         """Record changes so that only the main process writes a file of `torch.save`.
 
-        What is written into a buffer, or into a file of each rank, stays.
+        What is written into a buffer or into a file of each rank stays, and what is written
+        elsewhere, where no Accelerator is known.
         """
         for call in saves_of_every_rank(self.source):
-            takes_all = {keyword.arg for keyword in call.keywords} <= {"obj", "f"}
-            if dotted_name(call.func) == "torch.save" and takes_all:
+            is_plain = {keyword.arg for keyword in call.keywords} <= {"obj", "f"}
+            if is_plain and dotted_name(call.func) == "torch.save" and call in self._calls():
                 self._replace(call.func, "accelerator.save")
 
     def _change(self, line: int, start: int, end: int, text: str) -> None:

@@ -502,6 +502,13 @@ def test_what_the_accelerator_cannot_save_stays_as_it_is(save: str) -> None:
     assert save in edited(findings, source)
 
 
+def test_a_save_outside_of_the_migrated_function_stays_as_it_is() -> None:
+    source = PLAIN["called in the cell"] + 'torch.save(model.state_dict(), "m.pt")\n'
+    findings = lint.lint(cell(source, **things()), device="cuda")
+    assert [finding.code for finding in findings] == ["migrate", "save"]
+    assert source.splitlines()[-1] in edited(findings, source)
+
+
 def test_a_function_of_an_earlier_cell_is_migrated_in_its_cell() -> None:
     source = PLAIN["model handed in"]
     names = defined(source, "<ipython-input-5-abc>", **things())
