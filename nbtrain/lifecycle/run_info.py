@@ -6,12 +6,14 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..findings import Finding
+from ..hangs import verdict
 from ..planning.cell import number_of_untitled
 from ..planning.plan import Cell, Plan, Task
 from ..planning.secrets import is_secret
@@ -25,9 +27,10 @@ from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
 from ..tracking.overview import history
 from ..tracking.overview.epochs import main_metric
+from ..tracking.reducers import fold
 from ..tracking.replay import initial_state
 from ..tracking.run_folder import RunFolder, is_watched
-from ..tracking.state import outcome
+from ..tracking.state import RunState, outcome
 
 _UNNAMED = re.compile(r"argument\d+")
 
@@ -93,6 +96,7 @@ def run_info(folder: RunFolder) -> RunInfo:
     lately = [
         row[main] for row in history.merge_rows(tails[:1]) if history.is_number(row.get(main))
     ]
+    cause = _cause(state, chain(of_launcher, *tails)) if status == "failed" else ""
     results = [e.result for e in tails[0] if isinstance(e, ev.Ended) and e.result]
     return RunInfo(
         folder.path.name,
@@ -115,23 +119,18 @@ def run_info(folder: RunFolder) -> RunInfo:
         ),
         tuple(float(value) for value in lately if math.isfinite(value)),
         state.clock_offset,
-        strip_escapes(_cause(of_launcher, tails), 80) if status == "failed" else "",
+        strip_escapes(cause, 80),
     )
 
 
-def _cause(of_launcher: list[ev.Event], tails: list[list[ev.Event]]) -> str:
-    """Return how a rank died, or else the exception that was raised first; "" without either.
-
-    A death comes first, because the other ranks then raise that their connection is lost.
-    """
-    last_exits = {e.rank: e for e in of_launcher if isinstance(e, ev.Exited)}
-    deaths = [e for e in last_exits.values() if e.verdict == "failed" and e.cause]
-    if deaths:
-        death = min(deaths, key=lambda exit: exit.time)
-        return f"rank {death.rank} {death.cause}"
-    last_ends = {e.rank: e for tail in tails for e in tail if isinstance(e, ev.Ended)}
-    errors = [(e.time, e.error) for e in last_ends.values() if e.error]
-    return min(errors)[1] if errors else ""
+def _cause(state: RunState, events: Iterable[ev.Event]) -> str:
+    """Return what went wrong in the rank whose failure caused the others; "" if that is unknown."""
+    state = fold(state, sorted(events, key=lambda event: event.time))
+    culprit = verdict.find_culprit(state)
+    if culprit is None:
+        return ""
+    trouble = verdict.describe_trouble(culprit, state, 1000)
+    return trouble if culprit.error else f"rank {culprit.rank} {trouble}"
 
 
 def _tail(path: Path) -> list[ev.Event]:

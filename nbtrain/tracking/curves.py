@@ -221,9 +221,9 @@ class Series:
             new = x, low, high, count * value, count, 0.0
             self.bins[key] = Bin(*new) if known is None else join_bins(known, new)
         elif value != value:
-            self.nans += 1
+            self.nans += count
         else:
-            self.infinities += 1
+            self.infinities += count
         while len(self.bins) > limits.MAX_BINS:
             self._halve()
 
@@ -341,11 +341,13 @@ class CurvesDraft:
         """Add what was observed in torch, as `Series.add` does. There are few such names."""
         _draft(self._automatic, self._curves.automatic, name).add(rank, step, value, count, bounds)
 
-    def has_end(self, rank: int, name: str, value: float | None) -> bool:
-        """Whether a value that was observed in torch is a rank's newest one."""
+    def has_end(self, rank: int, name: str, step: float, value: float | None) -> bool:
+        """Whether a value that was observed in torch is a rank's newest one, of no earlier step."""
         series = self._automatic.get(name) or self._curves.automatic.get(name)
         end = None if series is None else series.ends.get(rank)
-        return end is not None and end.value == value
+        if end is None or value is None or step > end.x:
+            return False
+        return end.value == value or not (math.isfinite(end.value) or math.isfinite(value))
 
     def freeze(self) -> Curves:
         """Return the curves. The draft must not be used again."""

@@ -386,7 +386,9 @@ def _add_to_curves(curves: CurvesDraft, rank: Draft, event: ev.Event) -> None:
             size = min(max(1, count), limits.MAX_LOSSES_IN_BIN)
             curves.add_automatic(event.rank, before + step, key, mean, size, (low, high))
         # The last report of a rank has its last loss, which may have been reported before.
-        is_known = event.losses or curves.has_end(event.rank, "loss", event.loss)
+        is_known = event.losses or curves.has_end(
+            event.rank, "loss", before + progress.steps, event.loss
+        )
         values = {"loss": None if is_known else event.loss, "lr": event.lr}
         rates = {"steps/s": progress.step_rate, "samples/s": progress.sample_rate}
         moving = {name: rate for name, rate in rates.items() if rate}

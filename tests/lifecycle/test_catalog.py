@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +46,59 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert "failed: ZeroDivisionError: division by zero" in lines[2]
 
 
-def test_a_rank_that_was_killed_is_why_the_run_failed_and_not_what_the_others_raised() -> None:
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+class Slow(Exception):
+    """Takes long to be sent to the notebook."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        time.sleep(2)
+        return Slow, ("its own",)
+
+
+def raise_slowly() -> None:
+    raise Slow("its own")
+
+
+def raise_much() -> None:
+    raise ValueError("wrong " * 900)
+
+
+@pytest.mark.parametrize(
+    ("fail", "cause"),
+    [
+        (kill_itself, "rank 1 was killed by SIGKILL"),
+        (crash, "rank 1 was killed by SIGSEGV"),
+        (leave, "exited with code 3"),
+        (raise_slowly, "Slow: its own"),
+        (raise_much, "ValueError: wrong wrong"),
+    ],
+)
+def test_a_run_failed_for_what_one_rank_did_and_not_for_what_the_others_raised(
+    fail: Callable[[], None], cause: str
+) -> None:
     def train() -> None:
         torch.distributed.init_process_group("gloo")
         torch.distributed.barrier()
         if nbtrain.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            fail()
         torch.distributed.barrier()
 
-    with pytest.raises(nbtrain.RankDied):
+    with pytest.raises((nbtrain.RankDied, Slow, ValueError)):
         nbtrain.launch(train, num_processes=2, view="none")
-    assert catalog.run_infos()[-1].error.startswith("rank 1 was killed by SIGKILL")
+    error = catalog.run_infos()[-1].error
+    assert error.startswith(cause)
+    assert len(error) <= 80
 
 
 def test_a_damaged_run_is_a_row_that_says_so(run_root: Path) -> None:

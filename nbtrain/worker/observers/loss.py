@@ -267,23 +267,26 @@ def join_early(points: Points) -> tuple[Points, Bins]:
     """Join losses that a curve of at most `MAX_BINS` bins shows as one; return the rest, and these.
 
     Points are (step, loss, curve); bins have the last step, the mean, the curve, how many losses,
-    the least and the most. The last loss of each curve stays, and losses that are not finite.
+    the least and the most. Losses that are not finite are joined with their like. The last loss of
+    each curve stays.
     """
     last = {name: at for at, (_, _, name) in enumerate(points)}
-    kept, groups = list[tuple[int, float, str]](), dict[tuple[str, int, int], list[Any]]()
+    kept, groups = list[tuple[int, float, str]](), dict[tuple[str, int, int, str], list[Any]]()
     for at, point in enumerate(points):
         step, value, name = point
         width = 1 << max(0, step.bit_length() - _FULL_STEPS.bit_length())
-        if width == 1 or at == last[name] or value - value != 0.0:
+        if width == 1 or at == last[name]:
             kept.append(point)
         else:
-            groups.setdefault((name, width, step // width), []).append(point)
+            kind = "" if value - value == 0.0 else str(value)
+            groups.setdefault((name, width, step // width, kind), []).append(point)
     bins = []
-    for (name, _, _), group in groups.items():
+    for (name, *_), group in groups.items():
         values = [value for _, value, _ in group]
-        mean, low, high = (
-            float(f"{v:.8g}") for v in (math.fsum(values) / len(values), min(values), max(values))
-        )
+        # Divided before they are summed: two losses of 1e308 have a mean, and no sum.
+        mean = math.fsum(value / len(values) for value in values)
+        low, high = min(values), max(values)
+        mean, low, high = (float(f"{v:.8g}") for v in (min(max(mean, low), high), low, high))
         bins.append((group[-1][0], mean, name, len(values), low, high))
     return tuple(kept), tuple(bins)
 

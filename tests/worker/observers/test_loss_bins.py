@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -14,6 +15,8 @@ import nbtrain
 from nbtrain.tracking import events as ev
 from nbtrain.tracking.event_log import read_events
 from nbtrain.tracking.limits import MAX_BINS
+from nbtrain.tracking.reducers import fold
+from nbtrain.tracking.state import RankState, RunState
 from nbtrain.worker.observers.loss import join_early
 from tests.support.runs import launch
 
@@ -49,12 +52,43 @@ def test_each_curve_has_bins_and_a_last_loss_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_losses_that_are_not_finite_stay_points(value: float) -> None:
-    late = points(5000, 5010)
-    late[4] = (5004, value, "")
+def test_losses_that_are_not_finite_are_joined_apart_from_the_others(value: float) -> None:
+    late = points(5000, 9000)
+    late[4:] = [(step, value, "") for step, *_ in late[4:]]
     kept, bins = join_early(late)
-    assert [step for step, *_ in kept] == [5004, 5010]
-    assert all(math.isfinite(mean) for _, mean, *_ in bins)
+    assert len(kept) == 1
+    assert len(bins) < 1000
+    assert [count for _, mean, _, count, *_ in bins if math.isfinite(mean)] == [4]
+    event = ev.TrainingUpdate(1.0, 0, 9000, 10.0, loss_bins=bins)
+    again = ev.from_line(ev.to_line(event))
+    assert isinstance(again, ev.TrainingUpdate)
+    state = fold(RunState("t()", "fork", (RankState(0),), created=0.0), [again])
+    series = state.curves.all["loss"]
+    assert series.nans + series.infinities == sum(count for *_, count, _, _ in bins) - 4
+
+
+def test_the_mean_of_losses_whose_sum_is_too_large_is_between_them() -> None:
+    huge = [(step, 1.7e308, "") for step in range(5000, 5010)]
+    _, bins = join_early(huge)
+    assert all(low == mean == high for _, mean, _, _, low, high in bins)
+
+
+def test_a_loss_that_stays_the_same_is_a_point_of_each_step() -> None:
+    state = RunState("t()", "fork", (RankState(0),), created=0.0)
+    updates = [ev.TrainingUpdate(float(n), 0, 10 * n, float(n), loss=0.5) for n in range(1, 30)]
+    series = fold(state, updates).curves.all["loss"]
+    assert series.ends[0].x == 290
+    assert len(series.bins) == 29
+
+
+@pytest.mark.parametrize("loss", [0.5, math.nan, math.inf])
+def test_a_last_report_does_not_count_its_loss_again(loss: float) -> None:
+    state = RunState("t()", "fork", (RankState(0),), created=0.0)
+    update = ev.TrainingUpdate(1.0, 0, 10, 1.0, loss=loss, losses=((10, loss, ""),))
+    rest = replace(update, time=2.0, losses=(), rests=True)
+    series = fold(state, [update, rest]).curves.all["loss"]
+    counted = sum(each.size for each in series.bins.values())
+    assert counted + series.nans + series.infinities == 1
 
 
 def noisy(steps: int) -> None:
