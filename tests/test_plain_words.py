@@ -26,18 +26,18 @@ class Ceiling(NamedTuple):
 
 CEILINGS = {
     "(root)": Ceiling(401, 2.5, 0.0, 0),
-    "checks": Ceiling(1_739, 4.1, 0.0, 5),
-    "commands": Ceiling(1_080, 2.4, 1.3, 3),
+    "checks": Ceiling(1_743, 4.1, 0.0, 5),
+    "commands": Ceiling(1_084, 2.4, 1.3, 3),
     "engines": Ceiling(2_673, 4.8, 0.0, 6),
     "hangs": Ceiling(1_724, 5.0, 1.4, 12),
-    "lifecycle": Ceiling(2_191, 5.7, 1.3, 8),
+    "lifecycle": Ceiling(2_192, 5.7, 1.3, 8),
     "parts": Ceiling(13_080, 4.2, 0.8, 62),
     "planning": Ceiling(1_955, 5.5, 0.0, 3),
     "system": Ceiling(1_292, 5.4, 0.6, 5),
-    "tracking": Ceiling(2_802, 5.0, 0.9, 29),
+    "tracking": Ceiling(2_804, 5.0, 0.9, 29),
     "transport": Ceiling(2_721, 2.1, 0.0, 5),
-    "ui": Ceiling(3_758, 4.2, 0.9, 12),
-    "worker": Ceiling(3_831, 3.9, 0.0, 16),
+    "ui": Ceiling(3_760, 4.2, 0.9, 12),
+    "worker": Ceiling(3_832, 3.9, 0.0, 16),
 }
 
 

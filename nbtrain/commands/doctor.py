@@ -149,7 +149,11 @@ def page(seen: Examination | None = None) -> str:
     devices |= {name: device.label for name, device in part.devices().items()}
     device = devices.get(seen.device, seen.device)
     what = f"{plural(seen.ranks, 'rank')} on the {device} (-n auto)"
-    verdict = f"Ready: {what}" if seen.is_ready else f"Not ready: {what} cannot start"
+    ready = [name for name in seen.findings if not seen.refusals(name)]
+    verdict = f"Not ready: {what} cannot start"
+    if ready:  # the first engine is the one that a cell takes by itself
+        asked = "" if ready[0] == next(iter(seen.findings)) else f" with --engine {ready[0]}"
+        verdict = f"Ready{asked}: {what}"
     _, *launches = section(verdict, _launches(seen))
     lines = [
         *launches,

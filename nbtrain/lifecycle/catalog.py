@@ -106,7 +106,7 @@ def _row(info: RunInfo) -> RunRow:
         *info.changes,
     ]
     return RunRow(
-        "" if info.number is None else f"#{info.number}",
+        info.name if info.number is None else f"#{info.number}",
         "flawed" if info.status == "succeeded" != info.outcome else info.status,
         strip_escapes(outcome),
         strip_escapes(info.title),

@@ -21,7 +21,7 @@ from ..planning.task_values import arguments, synced_objects
 from ..system.files import last_bytes
 from ..system.processes import process_identity
 from ..system.source_files import cell_numbers
-from ..system.text import strip_escapes
+from ..system.text import shorten, strip_escapes
 from ..tracking import clock
 from ..tracking import events as ev
 from ..tracking import limits as tracking_limits
@@ -129,7 +129,7 @@ def _cause(state: RunState, events: Iterable[ev.Event]) -> str:
     culprit = verdict.find_culprit(state)
     if culprit is None:
         return ""
-    trouble = verdict.describe_trouble(culprit, state, 1000)
+    trouble = shorten(verdict.describe_rank_failure(culprit, state), 1000)
     return trouble if culprit.error else f"rank {culprit.rank} {trouble}"
 
 

@@ -94,15 +94,16 @@ def _draw_title(row: RunRow) -> str:
 
 def _draw_curve(values: Sequence[float]) -> str:
     """Draw finite values as a small line, without axes; nothing for less than two."""
-    values = [value for value in values if math.isfinite(value)]
+    values = [value / 2 for value in values if math.isfinite(value)]  # so that none is too large
     if len(values) < 2:
         return ""
     width, height = _CURVE_PX
     low, high = min(values), max(values)
-    scale = (height - 2) / (high - low) if high > low else 0.0
+    span = max(high - low, 1e-300)
+    heights = ((height - 2) * ((value - low) / span) for value in values)
     points = " ".join(
-        f"{width * at / (len(values) - 1):.1f},{height - 1 - scale * (value - low):.1f}"
-        for at, value in enumerate(values)
+        f"{width * at / (len(values) - 1):.1f},{height - 1 - up:.1f}"
+        for at, up in enumerate(heights)
     )
     line = f'<polyline points="{points}" fill="none" stroke="{theme.BLUE}" stroke-width="1.3"/>'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">{line}</svg>'
@@ -143,6 +144,6 @@ def write_list(rows: Sequence[RunRow], now: float, width: int) -> list[str]:
 
 def _room(columns: dict[str, list[str]], width: int) -> int:
     """Return how many characters are left for titles and results."""
-    others = (v for head, v in columns.items() if head not in ("run", "result"))
-    taken = sum(max(map(len, values), default=0) for values in others)
+    others = ([head.strip(), *v] for head, v in columns.items() if head not in ("run", "result"))
+    taken = sum(max(map(len, texts)) for texts in others)
     return width - taken - 2 * (len(columns) - 1)

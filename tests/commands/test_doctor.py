@@ -67,6 +67,7 @@ def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
         return doctor.Examination(None, trouble, (), 0, (), 2, "cpu", findings)
 
     assert seen(fork=[refusal], spawn=[warning]).is_ready
+    assert doctor.page(seen(fork=[refusal], spawn=[])).startswith("Ready with --engine spawn: ")
     assert not seen(fork=[refusal], spawn=[refusal, warning]).is_ready
     assert not seen("torch is not installed", fork=[]).is_ready
     engines = doctor.to_dict(seen(fork=[refusal, warning]))["engines"]
@@ -98,6 +99,7 @@ def test_an_engine_that_is_switched_off_is_refused_on_the_page(
     page = " ".join(capsys.readouterr().out.split())
     assert "fork refused: `engine` fork is switched off on this host" in page
     assert "NBTRAIN_DISABLE=fork detach" in page
+    assert page.startswith("Ready with --engine spawn: ")
     assert "spawn: a launch can start" in page
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def test_the_list_tells_of_each_run_in_a_line(runs: list[nbtrain.Run]) -> None:
     assert lines[2].startswith("✕  #")
     assert "2 ranks" in lines[2]
     assert "failed: ZeroDivisionError: division by zero" in lines[2]
+
+
+def test_a_run_without_a_number_is_listed_by_its_name(runs: list[nbtrain.Run]) -> None:
+    info = replace(catalog.run_infos()[0], number=None)
+    assert catalog.page([info]).splitlines()[1].split()[1] == info.name
 
 
 def kill_itself() -> None:

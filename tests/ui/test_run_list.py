@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from xml.etree import ElementTree
@@ -90,6 +91,22 @@ def test_a_notebook_shows_only_so_many() -> None:
 def test_a_curve_that_does_not_change_is_drawn() -> None:
     assert "<img" in draw_list([row(1, curve=(1.0, 1.0, 1.0))], NOW)
     assert "<img" not in draw_list([row(1, curve=(1.0,))], NOW)
+
+
+@pytest.mark.parametrize("curve", [(1.7e308, -1.7e308), (0.0, 5e-324), (-1e308, 1.0, 1e308)])
+def test_a_curve_of_values_far_apart_is_drawn(curve: tuple[float, ...]) -> None:
+    (source,) = re.findall(
+        r'src="data:image/svg\+xml;base64,([^"]+)"', draw_list([row(1, curve=curve)], NOW)
+    )
+    points = re.findall(r'points="([^"]*)"', base64.b64decode(source).decode())[0]
+    assert all(0 <= float(value) <= 90 for value in re.split("[ ,]", points))
+
+
+def test_a_result_is_not_cut_unseen_if_a_heading_is_wider_than_its_column() -> None:
+    rows = [row(1, last="", curve=(), seconds=None, result="accuracy 0.98765, loss 0.01234")]
+    for width in range(60, 120):
+        line = write_list(rows, NOW, width)[1]
+        assert line.endswith(("…", "0.01234"))
 
 
 def test_a_curve_has_only_what_can_be_drawn() -> None:

@@ -235,8 +235,7 @@ def _row(name: str, by_rank: Mapping[int, Mapping[str, Any] | None]) -> tuple[st
     shown = shape if isinstance(shape, str) else "×".join(map(str, shape)) or "scalar"
     kind = shorten(about["type"], 24)
     place = (shown, about.get("dtype", ""), about.get("device", ""), size)
-    difference = shorten(_difference(by_rank), 24)
-    return (shorten(name, 24), difference, kind, *place)
+    return (shorten(name, 24), _difference(by_rank), kind, *place)
 
 
 def _difference(by_rank: Mapping[int, Mapping[str, Any] | None]) -> str:

@@ -71,14 +71,16 @@ class Curve:
         is_rate = self.name in ("samples/s", "steps/s")
         return format_rate(last * self.per) if is_rate else format_number(last)
 
-    def line(self, points: int) -> list[Point]:
+    def line(self, points: int, log: bool | None = None) -> list[Point]:
         """Return up to `points` points of the strong line, smoothed for a metric of over 24 bins.
 
         Else it ends at the newest value. Samples per second are multiplied by the number of ranks.
+        `log` is that of `scale`.
         """
         if self.name not in RATES and len(self.series.band) > 24:
             band, line = self.series.band, smooth(self.series.band)
-            if axes.spans_decades([y for _, y in line]) and all(each.mean > 0 for each in band):
+            is_log = axes.spans_decades([y for _, y in line]) if log is None else log
+            if is_log and all(each.mean > 0 for each in band):
                 line = smooth(band, log=True)
             return spread_evenly(line, points)
         line = [(b.x, b.mean * self.per) for b in self.series.thin(points)]
@@ -321,7 +323,7 @@ def _draw_loss(
 
     Returns the marks and the labels, which are moved apart.
     """
-    series, line = curve.series, curve.line(128)
+    series, line = curve.series, curve.line(128, log)
     panel = Panel(x, curve.scale(4, log, line), CANVAS.top_px, CANVAS.loss_px, width)
     marks, ends = panel.grid(), list[tuple[Label, float]]()
     if state.previous is not None and state.previous.metric == curve.name:
@@ -608,7 +610,7 @@ def _draw_small(
     if not curve.series.bins or x is None:
         note = f'<div style="{theme.SOFT}">no finite value yet</div>'
         return f'<div style="{_SMALL}"><b>{escape(curve.name[:40])}</b>{note}</div>'
-    line = curve.line(64)
+    line = curve.line(64, log)
     if not curve.span[1] >= MIN_STEP_OVERLAP * x.high:  # it counts something else, such as epochs
         x = axes.step_scale(*curve.span, is_over=True, intervals=2)
     panel = Panel(x, curve.scale(2, log, line), 8, CANVAS.small_chart_px)

@@ -66,10 +66,11 @@ def test_the_table_shows_shape_and_size() -> None:
 
 
 def test_the_table_fits_a_terminal_and_is_html_in_a_notebook() -> None:
-    odd = tensor("<b>" + "w" * 90, type="DistributedDataParallelOfMine", parts={"p" * 90: "1"})
-    table = live.variables({0: [odd], 1: [{**odd, "parts": {"p" * 90: "2"}}]})
+    odd = tensor("<b>" + "w" * 90, type="DistributedDataParallelOfMine", parts={"p" * 30: "1"})
+    table = live.variables({0: [odd], 1: [{**odd, "parts": {"p" * 30: "2"}}]})
     assert isinstance(table, dict)
     assert all(len(line) <= 120 for line in table["text/plain"].splitlines())
+    assert "≠ " + "p" * 30 in table["text/plain"]
     assert "&lt;b&gt;www" in table["text/html"]
     assert table["text/html"].count("<tr") == 2
 

@@ -137,3 +137,12 @@ def test_a_loss_that_falls_by_decades_is_not_drawn_above_its_values() -> None:
         draft.add_logged(0, step, "loss", 10 ** -min(step / 5, 10))
     for x, y in charts.Curve("loss", draft.freeze().logged["loss"]).line(100):
         assert 0.1 < y / 10 ** -min(x / 5, 10) < 10  # without logarithms, up to 10⁶
+
+
+def test_on_a_linear_axis_the_line_is_the_mean_of_the_values() -> None:
+    draft = CurvesDraft(Curves())
+    for step in range(100):
+        draft.add_logged(0, step, "loss", 1.0 if step % 2 else 1e-6)
+    curve = charts.Curve("loss", draft.freeze().logged["loss"])
+    assert 0.3 < curve.line(100, log=False)[50][1] < 0.7
+    assert curve.line(100, log=True)[50][1] < 0.1
