@@ -68,7 +68,7 @@ class RunInfo:
     clock_offset: float | None = None
     """The offset of the clock of `created`; see `RunState`."""
     error: str = ""
-    """Why a run failed: how a rank died, or else the exception that was raised first."""
+    """What went wrong in the rank whose failure caused the others; "" if no rank failed."""
 
 
 def run_info(folder: RunFolder) -> RunInfo:

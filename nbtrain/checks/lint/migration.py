@@ -318,15 +318,15 @@ class _Migration:
         """Record changes so that only the main process writes a file of `torch.save`.
 
         What is written into a buffer or into a file of each rank stays, and what is written
-        elsewhere, where no Accelerator is known. If the source loads a file, all saves stay: other
-        ranks may load what the main process has not written yet.
+        elsewhere, where no Accelerator is known. If the source loads or opens a file, all saves
+        stay: other ranks may load what the main process has not written yet, and each rank empties
+        a file that it opens to write.
         """
-        if any(called_name(call) == "load" for call in self.source.calls):
+        if any(called_name(call) in ("load", "open") for call in self.source.calls):
             return
         for call in saves_of_every_rank(self.source):
-            inside = [called_name(node) for node in ast.walk(call) if isinstance(node, ast.Call)]
             keywords = {keyword.arg for keyword in call.keywords}
-            is_plain = len(call.args) <= 2 and keywords <= {"obj", "f"} and "open" not in inside
+            is_plain = len(call.args) <= 2 and keywords <= {"obj", "f"}
             if is_plain and dotted_name(call.func) == "torch.save" and call in self._calls():
                 self._replace(call.func, "accelerator.save")
 

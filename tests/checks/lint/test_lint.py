@@ -494,6 +494,11 @@ def test_one_rank_writes_the_file_of_a_migrated_loop(tmp_path: Path) -> None:
     [
         "torch.save(seen, io.BytesIO())",
         "torch.save(seen, 'm.pt', _use_new_zipfile_serialization=0)",
+        "torch.save(seen, 'm.pt', pickle)",
+        "torch.save(seen, open('m.pt', 'wb'))",  # each rank would still empty the file
+        "file = open('m.pt', 'wb'); torch.save(seen, file)",
+        "with open('m.pt', 'wb') as file: torch.save(seen, file)",
+        "torch.save(seen, 'm.pt'); torch.load('m.pt')",  # which may not be there yet
     ],
 )
 def test_what_the_accelerator_cannot_save_stays_as_it_is(save: str) -> None:
