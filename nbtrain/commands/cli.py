@@ -151,7 +151,7 @@ def _print_doctor(options: argparse.Namespace) -> int:
     else:
         print(doctor.page(seen))
         print("\nRun `%nbtrain doctor` in a cell to see the same for a notebook's kernel.")
-    return int(not seen.is_ready)
+    return int(not seen.usable_engines)
 
 
 def _show_run(run: Run, options: argparse.Namespace) -> int:

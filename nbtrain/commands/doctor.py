@@ -89,9 +89,9 @@ class Examination:
         return [general] if general else found
 
     @property
-    def is_ready(self) -> bool:
-        """Whether at least one engine can start the ranks."""
-        return not all(self.refusals(engine) for engine in self.findings)
+    def usable_engines(self) -> list[str]:
+        """The engines that can start the ranks."""
+        return [engine for engine in self.findings if not self.refusals(engine)]
 
 
 def examine() -> Examination:
@@ -149,9 +149,8 @@ def page(seen: Examination | None = None) -> str:
     devices |= {name: device.label for name, device in part.devices().items()}
     device = devices.get(seen.device, seen.device)
     what = f"{plural(seen.ranks, 'rank')} on the {device} (-n auto)"
-    ready = [name for name in seen.findings if not seen.refusals(name)]
     verdict = f"Not ready: {what} cannot start"
-    if ready:  # the first engine is the one that a cell takes by itself
+    if ready := seen.usable_engines:  # the first that was asked is the one that a cell takes
         asked = "" if ready[0] == next(iter(seen.findings)) else f" with --engine {ready[0]}"
         verdict = f"Ready{asked}: {what}"
     _, *launches = section(verdict, _launches(seen))
@@ -193,7 +192,7 @@ def to_dict(seen: Examination | None = None) -> dict[str, Any]:
         "ranks": seen.ranks,
         "device": seen.device,
         "engines": {name: _engine_to_dict(name, seen) for name in seen.findings},
-        "ready": seen.is_ready,
+        "ready": bool(seen.usable_engines),
     }
     plain: dict[str, Any] = to_json_value(answer)
     return plain

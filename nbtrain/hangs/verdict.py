@@ -31,6 +31,7 @@ from .failures import (
     Failure,
     describe_returncode,
     find_cause,
+    find_causes,
 )
 from .mismatch import describe_others, explain_mismatch
 
@@ -475,15 +476,24 @@ def line_of_failure(rank: RankState) -> str:
 
 
 def describe_trouble(rank: RankState, state: RunState, width: int = 160) -> str:
-    """Return what went wrong in a rank, in one line; "" if nothing did."""
+    """Return what went wrong in a rank, in one line; "" if nothing did.
+
+    Of an error that an earlier rank raised too, it says only that.
+    """
+    text = describe_own_trouble(rank, state, width)
+    alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
+    if (first := next(alike, None)) is not None and _has_failed(first):
+        return text if is_secondary(rank, state) else f"the same as rank {first.rank}"
+    return text
+
+
+def describe_own_trouble(rank: RankState, state: RunState, width: int = 160) -> str:
+    """Return what went wrong in a rank, in one line, whatever other ranks raised; "" if nothing."""
     if is_secondary(rank, state):
         return "lost its peers"
     text = describe_rank_failure(rank, state) if _has_failed(rank) else ""
     if rank.has_lost_peers and text and not explain_mismatch(rank, state, line_of_failure):
         text = describe_lost_peers(state, text)
-    alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
-    if (first := next(alike, None)) is not None and _has_failed(first):
-        return f"the same as rank {first.rank}"
     return shorten(text, width)
 
 
@@ -493,9 +503,7 @@ def _has_failed(rank: RankState) -> bool:
 
 def find_culprit(state: RunState) -> RankState | None:
     """Return the rank whose failure caused the others; None if no rank failed."""
-    failed = [rank for rank in state.ranks if _has_failed(rank)]
-    primary = [rank for rank in failed if not rank.has_lost_peers]
-    return min(primary or failed, key=lambda rank: rank.ended or math.inf, default=None)
+    return min(find_causes(state), key=lambda rank: rank.ended or math.inf, default=None)
 
 
 def is_secondary(rank: RankState, state: RunState) -> bool:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ..hangs import verdict
-from ..hangs.failures import find_causes
 from ..system.text import (
     format_bytes,
     format_duration,
@@ -177,7 +176,7 @@ def summary(state: RunState, now: float) -> Summary:
     counts = [t.samples or 0 for t in trained]
     # Ranks that train on the same data, or independently, each count all of it.
     samples = (max(counts, default=0) if state.flaws else sum(counts)) or None
-    first = min(find_causes(state), key=lambda rank: rank.ended or math.inf, default=None)
+    first = verdict.find_culprit(state)
     waited = [min(1.0, t.waited / t.elapsed) for t in trained if t.elapsed > 0]
     most, most_ranks = find_largest({rank.rank: peak_memory(rank) for rank in state.ranks})
     return Summary(
@@ -191,7 +190,7 @@ def summary(state: RunState, now: float) -> Summary:
         state.created,
         state.elapsed(now),
         message=state.explanation,
-        error=f"rank {first.rank}: {verdict.describe_trouble(first, state)}" if first else "",
+        error=f"rank {first.rank}: {verdict.describe_own_trouble(first, state)}" if first else "",
         # Of the first rank: another one's, and the longest training, may last longer than the run.
         seconds_to_first_step=max(0.0, min(starts)) if starts else None,
         seconds_training=training,

@@ -115,6 +115,12 @@ def test_times_add_up_if_the_ranks_begin_at_different_times() -> None:
     assert (s.seconds_to_first_step, s.seconds_training, s.seconds) == (3, 10, 14)
 
 
+def test_the_error_is_the_first_ranks_in_full_if_an_earlier_rank_raised_the_same() -> None:
+    broken = [ev.Ended(at, rank, "ValueError: bad batch") for at, rank in ((114, 1), (115, 0))]
+    s = summary(on_gpus(*broken), 999.0)
+    assert s.error == "rank 1: ValueError: bad batch"
+
+
 def test_a_real_run_in_a_notebook_and_reopened_elsewhere(
     notebook: Notebook, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
