@@ -49,9 +49,9 @@ def _migrate_source(shell: Any, source: str) -> str:
     if loop is None:
         raise PlanError(
             "%%nbtrain migrate: this cell has no loop that can be changed automatically. Such a "
-            "loop goes over a DataLoader, its function has the model and the optimizer, and it "
-            "uses neither Accelerate nor DistributedDataParallel. To change a loop by hand, "
-            "follow huggingface.co/docs/accelerate/basic_tutorials/migration"
+            "loop goes over a variable that holds a DataLoader, its function has the model and the "
+            "optimizer, and it uses neither Accelerate nor DistributedDataParallel. To change a "
+            "loop by hand, follow huggingface.co/docs/accelerate/basic_tutorials/migration"
         )
     if loop.place.source:
         raise PlanError(
