@@ -150,7 +150,7 @@ def page(seen: Examination | None = None) -> str:
     device = devices.get(seen.device, seen.device)
     what = f"{plural(seen.ranks, 'rank')} on the {device} (-n auto)"
     verdict = f"Not ready: {what} cannot start"
-    if ready := seen.usable_engines:  # the first that was asked is the one that a cell takes
+    if ready := seen.usable_engines:  # a cell takes the first finding's engine
         asked = "" if ready[0] == next(iter(seen.findings)) else f" with --engine {ready[0]}"
         verdict = f"Ready{asked}: {what}"
     _, *launches = section(verdict, _launches(seen))

@@ -478,17 +478,16 @@ def line_of_failure(rank: RankState) -> str:
 def describe_trouble(rank: RankState, state: RunState, width: int = 160) -> str:
     """Return what went wrong in a rank, in one line; "" if nothing did.
 
-    Of an error that an earlier rank raised too, it says only that.
+    An error that an earlier rank raised, too, is only a reference to that rank.
     """
-    text = describe_own_trouble(rank, state, width)
-    alike = (r for r in state.ranks[: rank.rank] if text and r.error and r.error == rank.error)
-    if (first := next(alike, None)) is not None and _has_failed(first):
-        return text if is_secondary(rank, state) else f"the same as rank {first.rank}"
-    return text
+    is_own = rank.error and _has_failed(rank) and not is_secondary(rank, state)
+    earlier = (r for r in state.ranks[: rank.rank] if is_own and _has_failed(r))
+    alike = (f"the same as rank {r.rank}" for r in earlier if r.error == rank.error)
+    return next(alike, "") or describe_own_trouble(rank, state, width)
 
 
 def describe_own_trouble(rank: RankState, state: RunState, width: int = 160) -> str:
-    """Return what went wrong in a rank, in one line, whatever other ranks raised; "" if nothing."""
+    """Return what went wrong in a rank, in one line, without a reference; "" if nothing did."""
     if is_secondary(rank, state):
         return "lost its peers"
     text = describe_rank_failure(rank, state) if _has_failed(rank) else ""
@@ -508,5 +507,4 @@ def find_culprit(state: RunState) -> RankState | None:
 
 def is_secondary(rank: RankState, state: RunState) -> bool:
     """Return whether a rank failed only because another one had failed."""
-    failed = filter(_has_failed, state.ranks)
-    return rank.has_lost_peers and any(not r.has_lost_peers for r in failed)
+    return rank.has_lost_peers and any(not r.has_lost_peers for r in find_causes(state))

@@ -66,10 +66,10 @@ def test_a_launch_that_each_engine_refuses_is_not_ready() -> None:
     def seen(trouble: str = "", **findings: list[Finding]) -> doctor.Examination:
         return doctor.Examination(None, trouble, (), 0, (), 2, "cpu", findings)
 
-    assert seen(fork=[refusal], spawn=[warning]).is_ready
+    assert seen(fork=[refusal], spawn=[warning]).usable_engines
     assert doctor.page(seen(fork=[refusal], spawn=[])).startswith("Ready with --engine spawn: ")
-    assert not seen(fork=[refusal], spawn=[refusal, warning]).is_ready
-    assert not seen("torch is not installed", fork=[]).is_ready
+    assert not seen(fork=[refusal], spawn=[refusal, warning]).usable_engines
+    assert not seen("torch is not installed", fork=[]).usable_engines
     engines = doctor.to_dict(seen(fork=[refusal, warning]))["engines"]
     assert engines == {"fork": {"refused": [refusal.full_text], "warned": [warning.full_text]}}
 
@@ -81,13 +81,13 @@ def test_a_run_folder_that_cannot_be_made_is_seen_before_a_launch(
     monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path / "file"))
     reason = "the run folder cannot be written under"
     seen = doctor.examine()
-    assert not seen.is_ready
+    assert not seen.usable_engines
     assert f"fork refused: {reason}" in " ".join(doctor.page(seen).split())
     assert doctor.to_dict(seen)["engines"]["spawn"]["refused"][0].startswith(reason)
     with pytest.raises(LaunchError, match=reason):
         nbtrain.launch(print, num_processes=1, view="none")
     monkeypatch.setenv("NBTRAIN_HOME", str(tmp_path / "new"))
-    assert doctor.examine().is_ready
+    assert doctor.examine().usable_engines
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
