@@ -120,9 +120,9 @@ SEARCHED = {
     "freeze, timeout, uneven data, fewer batches, training hangs at the end of an epoch, stops "
     "at the last batch, stuck after an epoch",
     "cluster": "Ray, cluster, autoscaler, multi-node, several nodes, several machines, two "
-    "machines, nodes",
+    "machines, nodes, KubeRay, RayCluster, Kubeflow, TrainJob",
     "guides/slurm": "Slurm, salloc, srun, sbatch, squeue, HPC, cluster, time limit, allocation",
-    "guides/shared-hosts": "k8s, KubeRay, RayCluster, Kubeflow, TrainJob, Helm, JupyterHub "
+    "guides/shared-hosts": "check an image, smoke test, k8s, Helm, JupyterHub "
     "profile, pod, eviction, evicted, OOMKilled, manifest, air-gapped, NetworkPolicy, root, "
     "readOnlyRootFilesystem, zero to jupyterhub, disable features, JupyterHub, Kubernetes, "
     "Docker, container, Slurm, admin, administrator, multi-user, quota, CPU quota, cgroup, "
@@ -162,7 +162,7 @@ MOVED = {
     "guides/failures": "../tutorials/failure.html",
     "guides/frameworks": "../recipes/frameworks.html",
     "guides/hangs": "../tutorials/hang.html",
-    "guides/kubernetes": "shared-hosts.html#use-nbtrain-on-kubernetes",
+    "guides/kubernetes": "shared-hosts.html#in-a-pod-of-kubernetes",
     "guides/lint": "launching.html#convert-a-plain-loop",
     "guides/live-ranks": "../live.html",
     "guides/memory": "../parallelism.html#check-whether-a-model-fits",
